@@ -1,0 +1,1 @@
+"""Floor 0: what a rank tells, without talking to anyone."""
