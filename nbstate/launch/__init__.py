@@ -1,0 +1,1 @@
+"""Floor 3: from one cell to N ranks and back."""

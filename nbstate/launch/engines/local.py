@@ -1,0 +1,211 @@
+"""Ranks on this machine, through ``multiprocess`` contexts: fork, forkserver or spawn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import multiprocess
+
+from nbstate.launch import rank as bootstrap
+from nbstate.launch.engines.base import RankHandle
+from nbstate.launch.rank import Fd, RankPlan
+
+__all__ = ["LocalEngine", "available_start_methods", "warm_forkserver"]
+
+_PRELOAD: Final = ["nbstate.launch.preload"]
+_starting = threading.Lock()
+
+
+def available_start_methods() -> tuple[str, ...]:
+    """The start methods that this system has."""
+    return tuple(multiprocess.get_all_start_methods())
+
+
+def warm_forkserver() -> None:
+    """Start the fork server if it does not run yet. Returns at once: it imports torch by itself, about 1 s.
+
+    The server lives as long as the thread that starts it (see ``lifeline``), so off the main thread a thread that
+    never ends does it.
+    """
+    if "forkserver" not in available_start_methods():
+        return
+    from multiprocess import forkserver
+
+    with _starting:
+        forkserver.set_forkserver_preload(_PRELOAD)
+        if threading.current_thread() is threading.main_thread():
+            _ensure_running()
+            return
+        if _server_runs():
+            return
+        done = threading.Event()
+        thread = threading.Thread(target=_start_and_stay, args=(done,), name="nbstate-forkserver", daemon=True)
+        thread.start()
+        done.wait()
+
+
+def _server_runs() -> bool:
+    from multiprocess.forkserver import _forkserver
+
+    pid = _forkserver._forkserver_pid
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _start_and_stay(done: threading.Event) -> None:
+    try:
+        _ensure_running()
+    finally:
+        done.set()
+    threading.Event().wait()
+
+
+def _ensure_running() -> None:
+    from multiprocess import forkserver
+
+    # The server, and through it every rank, inherits this mask: no interrupt before a rank is ready for one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class LocalRank:
+    """A rank's process and the kernel's ends of its pipes."""
+
+    def __init__(self, rank: int, process: Any, control: int, stdout: int, stderr: int) -> None:
+        self.rank = rank
+        self.control = control
+        self.stdout = stdout
+        self.stderr = stderr
+        self.ended = -1
+        self._process = process
+        with contextlib.suppress(AttributeError, OSError):
+            self.ended = os.pidfd_open(process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The rank's process."""
+        return int(self._process.pid)
+
+    def poll(self) -> int | None:
+        """Exit code (negative: the signal that ended it), or None while it lives."""
+        code = self._process.exitcode
+        return None if code is None else int(code)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the rank; nothing happens if it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Close the descriptors and forget the process. Only for a rank that has ended."""
+        for fd in (self.control, self.stdout, self.stderr, self.ended):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._process.close()
+
+
+class LocalEngine:
+    """Makes ranks on this machine.
+
+    Parameters
+    ----------
+    start_method : {"fork", "forkserver", "spawn"}
+        How a rank's process comes to be.
+    """
+
+    name = "local"
+
+    def __init__(self, start_method: str) -> None:
+        self.start_method = start_method
+        self._context = multiprocess.get_context(start_method)
+
+    def start(self, plans: Sequence[RankPlan]) -> list[RankHandle]:
+        """Start one rank per plan; see ``Engine.start``."""
+        if self.start_method == "forkserver":
+            warm_forkserver()
+        started: list[RankHandle] = []
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started.extend(self._start_one(plan) for plan in plans)
+        except BaseException:
+            for handle in started:
+                handle.send_signal(signal.SIGKILL)
+                while handle.poll() is None:
+                    os.sched_yield()
+                handle.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return started
+
+    def _start_one(self, plan: RankPlan) -> LocalRank:
+        ours, theirs = socket.socketpair()
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        process = self._context.Process(
+            target=bootstrap.enter,
+            args=(replace(plan, control=Fd(theirs.fileno()), stdout=Fd(out_write), stderr=Fd(err_write)),),
+            name=f"nbstate-rank-{plan.rank}",
+            daemon=False,
+        )
+        try:
+            with _without_main(self.start_method):
+                process.start()
+        except BaseException:
+            os.close(out_read)
+            os.close(err_read)
+            ours.close()
+            raise
+        finally:
+            os.close(out_write)
+            os.close(err_write)
+            theirs.close()
+        for fd in (out_read, err_read):
+            os.set_blocking(fd, False)
+        ours.setblocking(False)
+        return LocalRank(plan.rank, process, ours.detach(), out_read, err_read)
+
+
+@contextlib.contextmanager
+def _without_main(start_method: str) -> Any:
+    """Keep ``multiprocess`` from importing the user's main script anew in each rank: functions travel by value.
+
+    It would run a script's top level once per rank, and a script without ``if __name__ == "__main__"`` would launch
+    from inside its own launch.
+    """
+    if start_method == "fork":
+        yield
+        return
+    from multiprocess import spawn
+
+    with _starting:
+        original = spawn.get_preparation_data
+
+        def lean(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = original(name)
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+            return data
+
+        spawn.get_preparation_data = lean
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = original

@@ -1,0 +1,297 @@
+"""A rank's first and last lines.
+
+The problem: a rank begins as a copy of another process. Under fork that is the kernel, with its 70 descriptors, its
+``sys.stdout`` that talks to a socket through a thread that does not exist here, its signal handlers and atexit
+callbacks, and a libgomp pool whose threads are gone. Under forkserver and spawn it is a clean process, but with the
+environment, directory and path of another moment.
+
+What does not work: to print through the inherited ``sys.stdout`` (136 of 150 children hung), to leave with
+``SystemExit`` (IPython swallows it and the child becomes a second kernel), to run inherited atexit callbacks.
+
+What does, in this order:
+
+1. own pipes on descriptors 1 and 2, the null device on 0, new ``sys.stdout`` and ``sys.stderr`` on them, and every
+   other inherited descriptor closed;
+2. ``lifeline``: the rank dies with its parent;
+3. signals as a fresh process has them; SIGINT becomes one KeyboardInterrupt, not a storm. Until here it was blocked;
+4. environment, directory, path and torch threads as the kernel had them at the launch;
+5. the board, the probe, fresh singletons, and on rank 0 the store where ranks find each other;
+6. the function, unpacked and called;
+7. its result or error on the control channel, and ``os._exit``, always.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import io
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from nbstate.launch import rendezvous
+from nbstate.launch.lifeline import die_with_parent
+from nbstate.launch.messages import Error, Interrupted, Message, Result, Unsendable, encode
+from nbstate.launch.report import describe
+from nbstate.launch.shipping import Payload, pack_result, unpack
+from nbstate.state import reset_inherited
+from nbstate.telemetry import collectives, probe
+from nbstate.telemetry.board import Board, Phase
+
+__all__ = ["Fd", "RankPlan", "enter"]
+
+_INTERRUPT_AGAIN_AFTER: Final = 1.0  # seconds in which a second SIGINT is taken for an echo of the first
+_SOON: Final = 0.2  # seconds that rank 0 gives the others to be done, before it closes its connections
+
+
+class Fd:
+    """A descriptor that the rank inherits. Under forkserver and spawn it is handed over when the plan is pickled."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocess import reduction
+
+        return _adopt, (reduction.DupFd(self.fd),)
+
+
+def _adopt(handed_over: Any) -> Fd:
+    return Fd(handed_over.detach())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank needs to know. ``control``, ``stdout`` and ``stderr`` are filled in by the engine."""
+
+    rank: int
+    world_size: int
+    parent: int
+    """Pid of the kernel if it is the rank's parent, 0 if a fork server is."""
+    env: Mapping[str, str]
+    directory: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+    threads: int
+    board: Fd
+    listener: Fd | None
+    """Rank 0 only: the bound socket on which it hosts the store."""
+    payload: Payload | None
+    direct: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
+    """Under fork: the call itself, for a function that cannot travel."""
+    control: Fd = field(default_factory=lambda: Fd(-1))
+    stdout: Fd = field(default_factory=lambda: Fd(-1))
+    stderr: Fd = field(default_factory=lambda: Fd(-1))
+    forked_from_kernel: bool = False
+
+
+def enter(plan: RankPlan) -> NoReturn:
+    """Be a rank, from the first line to the last. Never returns."""
+    code = 1
+    control = -1
+    try:
+        control = _own_descriptors(plan)
+        code = _live(plan, control)
+    except BaseException as error:
+        # Only our own code can fail here. Say so on the channel if it still stands.
+        with contextlib.suppress(BaseException):
+            _send(control, Error(describe(error)))
+    finally:
+        os._exit(code)
+
+
+def _live(plan: RankPlan, control: int) -> int:
+    die_with_parent(plan.parent or None)
+    _fresh_signals()
+    _settle(plan)
+    probe.attach(Board.attach(plan.board.fd, plan.world_size).slot(plan.rank))
+    probe.phase(Phase.STARTING)
+    store = rendezvous.join(plan.rank, plan.world_size, plan.listener.fd if plan.listener else None)
+    collectives.install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    message = _run(plan)
+    return _leave(message, control, hosts_store=store.is_host)
+
+
+def _own_descriptors(plan: RankPlan) -> int:
+    control = plan.control.fd
+    keep = {control, plan.board.fd}
+    if plan.listener:
+        keep.add(plan.listener.fd)
+    os.dup2(plan.stdout.fd, 1)
+    os.dup2(plan.stderr.fd, 2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    if plan.forked_from_kernel:
+        _close_all_but(keep)
+        _forget_the_kernel()
+    else:
+        for fd in (plan.stdout.fd, plan.stderr.fd, null):
+            if fd > 2:
+                os.close(fd)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        _replace_stream(fd, name)
+    return control
+
+
+def _replace_stream(fd: int, name: str) -> None:
+    """Put a new stream where the old one stood, in ``sys`` and in every log handler that was made before."""
+    stream = io.TextIOWrapper(
+        io.FileIO(fd, "w", closefd=False), encoding="utf-8", errors="backslashreplace", write_through=True
+    )
+    old = {id(getattr(sys, name)), id(getattr(sys, f"__{name}__"))}
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+    for reference in logging._handlerList:
+        handler = reference()
+        if isinstance(handler, logging.StreamHandler) and id(handler.stream) in old:
+            handler.stream = stream
+
+
+def _close_all_but(keep: set[int]) -> None:
+    edges = [2, *sorted(fd for fd in keep if fd > 2), os.sysconf("SC_OPEN_MAX")]
+    for low, high in itertools.pairwise(edges):
+        os.closerange(low + 1, high)
+
+
+def _forget_the_kernel() -> None:
+    """Undo what a fork copied from the kernel and must not be used here."""
+    gc.freeze()  # nothing of the kernel's is ever collected here: its finalizers would act on the kernel's things
+    for name in ("multiprocess", "multiprocessing"):
+        _forget_helpers(name)
+    if "IPython" in sys.modules:
+        from IPython.core.interactiveshell import InteractiveShell
+
+        # Its display publisher would write to the kernel's socket. Without a shell, display() prints.
+        InteractiveShell.clear_instance()
+
+
+def _forget_helpers(package: str) -> None:
+    """The kernel's fork server and resource tracker are not ours; their descriptors are closed by now."""
+    server = sys.modules.get(f"{package}.forkserver")
+    if server is not None:
+        server._forkserver.__init__()
+    tracker = sys.modules.get(f"{package}.resource_tracker")
+    if tracker is not None:
+        tracker._resource_tracker._fd = None
+        tracker._resource_tracker._pid = None
+
+
+def _fresh_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    faulthandler.enable(file=2)
+    last = [0.0]
+
+    def once(number: int, frame: object) -> None:
+        # An interrupted kernel interrupts its whole group and we interrupt each rank again: one is enough.
+        now = time.monotonic()
+        if now - last[0] > _INTERRUPT_AGAIN_AFTER:
+            last[0] = now
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, once)
+
+
+def _settle(plan: RankPlan) -> None:
+    os.environ.clear()
+    os.environ.update(plan.env)
+    with contextlib.suppress(OSError):
+        os.chdir(plan.directory)
+    sys.path[:] = plan.path
+    sys.argv[:] = plan.argv
+    torch.set_num_threads(plan.threads)
+    reset_inherited()
+    # Only what the user's code registers from here on is run at the rank's end. What was registered before belongs
+    # to the process that this one came from, or to libraries that clean up what os._exit leaves to the system.
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+
+
+def _run(plan: RankPlan) -> Message:
+    try:
+        if plan.direct is not None:
+            function, args, kwargs = plan.direct
+        else:
+            assert plan.payload is not None
+            function, args, kwargs = unpack(plan.payload)
+        probe.phase(Phase.RUNNING)
+        result = function(*args, **kwargs)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        probe.phase(Phase.STOPPED)
+        return Interrupted()
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return Result(pack_result(None))
+        probe.phase(Phase.FAILED)
+        return Error(describe(error))
+    except BaseException as error:
+        probe.phase(Phase.FAILED)
+        return Error(describe(error))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    probe.phase(Phase.RETURNING)
+    try:
+        return Result(pack_result(result))
+    except BaseException as error:  # a user's __reduce__ may raise anything
+        return Unsendable(type(result).__name__, describe(error))
+
+
+def _leave(message: Message, control: int, hosts_store: bool) -> int:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        logging.shutdown()
+    failed = not isinstance(message, Result)
+    _send(control, message)
+    if failed:
+        return 1
+    probe.phase(Phase.FINISHED)
+    atexit._run_exitfuncs()
+    if hosts_store:
+        _wait_for_permission(control)
+    return 0
+
+
+def _send(control: int, message: Message) -> None:
+    channel = socket.socket(fileno=os.dup(control))
+    channel.setblocking(True)
+    with channel:
+        channel.sendall(encode(message))
+
+
+def _wait_for_permission(control: int) -> None:
+    """Rank 0 hosts the store, from which others may still read; the kernel says when all of them are done.
+
+    The others leave without tearing their process group down: the end of the process closes its connections, at
+    once, while a tear-down of gloo takes 10 ms a rank, one after another. If they are not done soon, one may wait in a
+    collective for this rank, which will never come: so its connections are closed and it can learn of that.
+    """
+    channel = socket.socket(fileno=os.dup(control))
+    channel.settimeout(_SOON)
+    with channel, contextlib.suppress(OSError):
+        try:
+            channel.recv(1)
+        except TimeoutError:
+            if dist.is_initialized():
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+            channel.settimeout(None)
+            channel.recv(1)
