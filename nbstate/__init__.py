@@ -9,29 +9,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from nbstate import errors, utils
 from nbstate._version import __version__
-from nbstate.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    ForkUnsafeError,
-    LaunchError,
-    LaunchStoppedError,
-    LaunchTimeoutError,
-    MainProcessFailedError,
-    MissingRankError,
-    NbstateError,
-    NestedLaunchError,
-    RankError,
-    ShippingError,
-    StateConflictError,
-    StateNotBuiltError,
-)
-from nbstate.launch.launcher import Launch, last_launch, notebook_launcher
-from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
-from nbstate.training import Accelerator, DataLoaderConfiguration, prepare_data_loader, skip_first_batches
+
+if TYPE_CHECKING:
+    from nbstate import errors, utils
+    from nbstate.errors import (
+        ArgumentTypeError,
+        ArgumentValueError,
+        ForkUnsafeError,
+        LaunchError,
+        LaunchStoppedError,
+        LaunchTimeoutError,
+        MainProcessFailedError,
+        MissingRankError,
+        NbstateError,
+        NestedLaunchError,
+        RankError,
+        ShippingError,
+        StateConflictError,
+        StateNotBuiltError,
+        StructureError,
+    )
+    from nbstate.launch.launcher import Launch, last_launch, notebook_launcher
+    from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from nbstate.training import Accelerator, DataLoaderConfiguration, prepare_data_loader, skip_first_batches
 
 __all__ = [
     "Accelerator",
@@ -55,6 +59,7 @@ __all__ = [
     "ShippingError",
     "StateConflictError",
     "StateNotBuiltError",
+    "StructureError",
     "__version__",
     "errors",
     "last_launch",
@@ -65,6 +70,31 @@ __all__ = [
     "unload_ipython_extension",
     "utils",
 ]
+
+
+# Where each public name lives. They are imported on first use: a rank that is spawned ties its life to the kernel's
+# before it imports torch, and `import nbstate` itself is quick.
+_HOMES = {
+    "nbstate.launch.launcher": ("Launch", "last_launch", "notebook_launcher"),
+    "nbstate.state": ("AcceleratorState", "DistributedType", "GradientState", "PartialState"),
+    "nbstate.training": ("Accelerator", "DataLoaderConfiguration", "prepare_data_loader", "skip_first_batches"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("dashboard", "errors", "launch", "magics", "session", "state", "telemetry", "training", "utils")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"nbstate.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'nbstate' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF.get(name, "nbstate.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
 
 
 def load_ipython_extension(shell: Any) -> None:

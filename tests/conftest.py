@@ -60,8 +60,9 @@ def _threads() -> set[str]:
 
 
 def _shared_files() -> set[str]:
-    places = [Path("/dev/shm")] if Path("/dev/shm").is_dir() else []
-    found = {str(path) for place in places for path in place.iterdir()}
+    # semaphores of other programs on this machine come and go; nbstate makes none
+    place = Path("/dev/shm")
+    found = {str(path) for path in place.iterdir() if not path.name.startswith("sem.")} if place.is_dir() else set()
     # the board has no name, so it shows as an open descriptor only
     for fd in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").is_dir() else ():
         try:

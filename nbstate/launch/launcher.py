@@ -25,8 +25,8 @@ from nbstate.launch.engines import LocalEngine
 from nbstate.launch.messages import Result
 from nbstate.launch.outcome import Ending, doing, exit_name, headline, rank_error, unsendable_error
 from nbstate.launch.output import Output
+from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.preflight import Choice, choose_start_method
-from nbstate.launch.rank import Fd, RankPlan
 from nbstate.launch.shipping import unpack_result
 from nbstate.launch.spec import LaunchSpec
 from nbstate.launch.supervisor import Supervisor

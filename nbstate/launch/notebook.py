@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -49,18 +48,16 @@ def cell_writer() -> Writer:
     kernel = getattr(running, "kernel", None)
     if kernel is None:
         return write_plain
-    with contextlib.suppress(Exception):
-        parent = kernel.get_parent("shell")
-        session, socket = kernel.session, kernel.iopub_socket
-        ident = kernel.topic("stream")
-        lock = threading.Lock()
+    parent = kernel.get_parent("shell")
+    session, socket = kernel.session, kernel.iopub_socket
+    ident = f"kernel.{kernel.ident}.stream".encode()
+    lock = threading.Lock()
 
-        def write(stream: str, text: str) -> None:
-            with lock:
-                session.send(socket, "stream", {"name": stream, "text": text}, parent=parent, ident=ident)
+    def write(stream: str, text: str) -> None:
+        with lock:
+            session.send(socket, "stream", {"name": stream, "text": text}, parent=parent, ident=ident)
 
-        return write
-    return write_plain
+    return write
 
 
 def write_plain(stream: str, text: str) -> None:

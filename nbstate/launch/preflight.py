@@ -28,7 +28,8 @@ import torch
 
 from nbstate.errors import ForkUnsafeError, ShippingError
 from nbstate.launch.engines.local import available_start_methods
-from nbstate.launch.shipping import LARGE_PAYLOAD, Payload, pack
+from nbstate.launch.plan import Payload
+from nbstate.launch.shipping import LARGE_PAYLOAD, pack
 
 __all__ = ["Choice", "choose_start_method", "why_not_fork"]
 

@@ -10,9 +10,9 @@ What does not work: to print through the inherited ``sys.stdout`` (136 of 150 ch
 
 What does, in this order:
 
-1. own pipes on descriptors 1 and 2, the null device on 0, new ``sys.stdout`` and ``sys.stderr`` on them, and every
+1. ``lifeline``: the rank dies with its parent (in ``bootstrap``, before torch is even imported);
+2. own pipes on descriptors 1 and 2, the null device on 0, new ``sys.stdout`` and ``sys.stderr`` on them, and every
    other inherited descriptor closed;
-2. ``lifeline``: the rank dies with its parent;
 3. signals as a fresh process has them; SIGINT becomes one KeyboardInterrupt, not a storm. Until here it was blocked;
 4. environment, directory, path and torch threads as the kernel had them at the launch;
 5. the board, the probe, fresh singletons, and on rank 0 the store where ranks find each other;
@@ -35,70 +35,27 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from nbstate.launch import rendezvous
-from nbstate.launch.lifeline import die_with_parent
 from nbstate.launch.messages import Error, Interrupted, Message, Result, Unsendable, encode
+from nbstate.launch.plan import RankPlan
 from nbstate.launch.report import describe
-from nbstate.launch.shipping import Payload, pack_result, unpack
+from nbstate.launch.shipping import pack_result, unpack
 from nbstate.state import reset_inherited
 from nbstate.telemetry import collectives, probe
 from nbstate.telemetry.board import Board, Phase
 
-__all__ = ["Fd", "RankPlan", "enter"]
+__all__ = ["live"]
 
 _INTERRUPT_AGAIN_AFTER: Final = 1.0  # seconds in which a second SIGINT is taken for an echo of the first
 _SOON: Final = 0.2  # seconds that rank 0 gives the others to be done, before it closes its connections
 
 
-class Fd:
-    """A descriptor that the rank inherits. Under forkserver and spawn it is handed over when the plan is pickled."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from multiprocess import reduction
-
-        return _adopt, (reduction.DupFd(self.fd),)
-
-
-def _adopt(handed_over: Any) -> Fd:
-    return Fd(handed_over.detach())
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """All that one rank needs to know. ``control``, ``stdout`` and ``stderr`` are filled in by the engine."""
-
-    rank: int
-    world_size: int
-    parent: int
-    """Pid of the kernel if it is the rank's parent, 0 if a fork server is."""
-    env: Mapping[str, str]
-    directory: str
-    path: tuple[str, ...]
-    argv: tuple[str, ...]
-    threads: int
-    board: Fd
-    listener: Fd | None
-    """Rank 0 only: the bound socket on which it hosts the store."""
-    payload: Payload | None
-    direct: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
-    """Under fork: the call itself, for a function that cannot travel."""
-    control: Fd = field(default_factory=lambda: Fd(-1))
-    stdout: Fd = field(default_factory=lambda: Fd(-1))
-    stderr: Fd = field(default_factory=lambda: Fd(-1))
-    forked_from_kernel: bool = False
-
-
-def enter(plan: RankPlan) -> NoReturn:
+def live(plan: RankPlan) -> NoReturn:
     """Be a rank, from the first line to the last. Never returns."""
     code = 1
     control = -1
@@ -114,7 +71,6 @@ def enter(plan: RankPlan) -> NoReturn:
 
 
 def _live(plan: RankPlan, control: int) -> int:
-    die_with_parent(plan.parent or None)
     _fresh_signals()
     _settle(plan)
     probe.attach(Board.attach(plan.board.fd, plan.world_size).slot(plan.rank))

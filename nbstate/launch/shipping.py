@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import io
 import linecache
+import marshal
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 import cloudpickle
 
 from nbstate.errors import ShippingError
+from nbstate.launch.plan import Payload
 
 __all__ = ["LARGE_PAYLOAD", "Payload", "pack", "pack_result", "unpack", "unpack_result"]
 
@@ -32,33 +33,21 @@ LARGE_PAYLOAD: Final = 64 * 1024 * 1024
 _DEEP_ENOUGH: Final = 3
 
 
-@dataclass(frozen=True)
-class Payload:
-    """A function and its arguments, ready to travel.
-
-    Attributes
-    ----------
-    data : bytes
-        What ``unpack`` takes.
-    sources : dict of str to str
-        Source text of the cells whose functions are inside, by file name, so that tracebacks and ``inspect`` in the
-        rank can show lines of a file that exists nowhere on disk.
-    """
-
-    data: bytes
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Remembers from which files the functions came that it sends by value."""
+    """Sends code as it is, and remembers from which files it came.
+
+    cloudpickle calls every file ``<dynamic-code>``, so that equal functions give equal bytes. Here kernel and rank run
+    the same Python, and a traceback without the notebook's lines would be worth little.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.files: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType):
-            self.files.add(obj.__code__.co_filename)
+        if isinstance(obj, CodeType):
+            self.files.add(obj.co_filename)
+            return marshal.loads, (marshal.dumps(obj),)
         return super().reducer_override(obj)
 
 

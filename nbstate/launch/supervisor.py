@@ -27,7 +27,7 @@ from nbstate.launch.engines.base import Engine, RankHandle
 from nbstate.launch.messages import Error, Inbox, Interrupted, Message, Result, Unsendable
 from nbstate.launch.outcome import Ending, first_cause
 from nbstate.launch.output import Output
-from nbstate.launch.rank import RankPlan
+from nbstate.launch.plan import RankPlan
 from nbstate.launch.report import Blame
 
 __all__ = ["RankState", "Supervisor"]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Protocol
 
-from nbstate.launch.rank import RankPlan
+from nbstate.launch.plan import RankPlan
 
 __all__ = ["Engine", "RankHandle"]
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import multiprocess
 
-from nbstate.launch import rank as bootstrap
+from nbstate.launch import bootstrap
 from nbstate.launch.engines.base import RankHandle
-from nbstate.launch.rank import Fd, RankPlan
+from nbstate.launch.plan import Fd, RankPlan
 
 __all__ = ["LocalEngine", "available_start_methods", "warm_forkserver"]
 

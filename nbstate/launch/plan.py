@@ -1,0 +1,70 @@
+"""RankPlan: all that one rank needs to know, and how a descriptor gets to it.
+
+Light on purpose: under spawn this is unpickled before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Fd", "Payload", "RankPlan"]
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A function and its arguments, ready to travel.
+
+    Attributes
+    ----------
+    data : bytes
+        What ``shipping.unpack`` takes.
+    sources : dict of str to str
+        Source text of the cells whose functions are inside, by file name, so that tracebacks and ``inspect`` in the
+        rank can show lines of a file that exists nowhere on disk.
+    """
+
+    data: bytes
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+class Fd:
+    """A descriptor that the rank inherits. Under forkserver and spawn it is handed over when the plan is pickled."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocess import reduction
+
+        return _adopt, (reduction.DupFd(self.fd),)
+
+
+def _adopt(handed_over: Any) -> Fd:
+    return Fd(handed_over.detach())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank needs to know. ``control``, ``stdout`` and ``stderr`` are filled in by the engine."""
+
+    rank: int
+    world_size: int
+    parent: int
+    """Pid of the kernel if it is the rank's parent, 0 if a fork server is."""
+    env: Mapping[str, str]
+    directory: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+    threads: int
+    board: Fd
+    listener: Fd | None
+    """Rank 0 only: the bound socket on which it hosts the store."""
+    payload: Payload | None
+    direct: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
+    """Under fork: the call itself, for a function that cannot travel."""
+    control: Fd = field(default_factory=lambda: Fd(-1))
+    stdout: Fd = field(default_factory=lambda: Fd(-1))
+    stderr: Fd = field(default_factory=lambda: Fd(-1))
+    forked_from_kernel: bool = False

@@ -1,0 +1,281 @@
+"""The whole path from a cell of a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from real_kernel import IT_HUNG, RealKernel
+
+SETUP = """
+import os, sys, time, functools
+import torch
+import nbstate
+from nbstate import notebook_launcher, PartialState
+"""
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = IT_HUNG) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+def ranks_of(kernel: RealKernel, number: int) -> list[psutil.Process]:
+    """The ranks of the running launch, once they print."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        found[:] = [p for p in kernel.descendants() if "resource_tracker" not in " ".join(p.cmdline())]
+        return len(found) >= number
+
+    wait_until(look, f"{number} processes below the kernel")
+    return found
+
+
+def test_the_error_shows_the_guilty_ranks_cell_and_line(kernel: RealKernel, start_method: str) -> None:  # C03
+    kernel.good(SETUP)
+    kernel.good(
+        "def train():\n"
+        "    state = PartialState()\n"
+        "    if state.process_index == 1:\n"
+        "        raise ValueError('boom')\n"
+        "    state.wait_for_everyone()\n"
+    )
+    reply = kernel.run(f"notebook_launcher(train, num_processes=2, start_method={start_method!r}, dashboard=False)")
+    assert reply.error.startswith("RankError: rank 1 raised ValueError: boom (In[2], line 4)")
+    assert "Cell In[2], line 4, in train" in reply.traceback
+    assert "raise ValueError('boom')" in reply.traceback
+    assert "rank 0 waited in barrier #1 at In[2], line 5" in reply.traceback
+    assert "launcher.py" not in reply.traceback
+    assert reply.traceback.count("boom") == 3  # the headline, the line of source, the exception: told once each
+
+
+NOTEBOOK_THINGS = """
+factor = 3
+
+def helper(x):
+    return x * factor
+
+def even(n):
+    return True if n == 0 else odd(n - 1)
+
+def odd(n):
+    return False if n == 0 else even(n - 1)
+
+class Outer:
+    class Inner:
+        value = 5
+
+class Base(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = factor
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+def make(n):
+    def inner(x):
+        return x + n
+    return inner
+
+def work(add, net):
+    import pickle
+    inner = pickle.loads(pickle.dumps(Net()))       # plain pickle finds the notebook's class, too
+    y = net(torch.ones(1, 2))
+    return helper(2), even(10), Outer.Inner.value, add(1), tuple(y.shape), type(inner).__name__
+"""
+
+
+def test_whatever_a_notebook_defines_travels_by_value(kernel: RealKernel, start_method: str) -> None:  # C20, C40
+    kernel.good(SETUP)
+    kernel.good(NOTEBOOK_THINGS)
+    launch = f"num_processes=2, start_method={start_method!r}, dashboard=False)"
+    reply = kernel.good(f"notebook_launcher(work, (make(10), Net()), {launch}")
+    assert reply.result == str([(6, True, 5, 11, (1, 2), "Net")] * 2)
+    assert kernel.good(f"notebook_launcher(lambda x: x + factor, (1,), {launch}").result == "[4, 4]"
+    assert kernel.good(f"notebook_launcher(functools.partial(helper, 5), {launch}").result == "[15, 15]"
+
+
+def test_results_are_of_the_notebooks_own_class(kernel: RealKernel, start_method: str) -> None:  # C10
+    kernel.good(SETUP)
+    kernel.good(
+        "unit = 'm'\n"
+        "class Result:\n"
+        "    def __init__(self, rank): self.rank = rank\n"
+        "    def show(self): return f'{self.rank} {unit}'\n"
+        "before = Result.show\n"
+        "def f():\n"
+        "    rank = int(os.environ['RANK'])\n"
+        "    return {'rank': rank}, torch.full((2,), rank), Result(rank)\n"
+    )
+    kernel.good(f"results = notebook_launcher(f, num_processes=2, start_method={start_method!r}, dashboard=False)")
+    assert kernel.good("[r[0]['rank'] for r in results], [r[1].tolist() for r in results]").result == (
+        "([0, 1], [[0, 0], [1, 1]])"
+    )
+    assert kernel.good("all(type(r[2]) is Result for r in results), Result.show is before").result == "(True, True)"
+    assert kernel.good("unit = 'km'\n[r[2].show() for r in results]").result == "['0 km', '1 km']"
+
+
+def test_settings_of_one_launch_do_not_stay_for_the_next(kernel: RealKernel) -> None:  # C01, C22
+    kernel.good(SETUP)
+    kernel.good("x = torch.randn(300, 300, requires_grad=True); (x @ x).sum().backward()")
+    kernel.good(
+        "def f():\n"
+        "    x = torch.randn(300, 300, requires_grad=True); (x @ x).sum().backward()\n"
+        "    return nbstate.AcceleratorState().mixed_precision, PartialState().num_processes\n"
+    )
+    for method in ("auto", "fork"):
+        first = kernel.good(
+            f"notebook_launcher(f, (), 2, 'bf16', start_method={method!r}, dashboard=False, timeout=60)"
+        )
+        second = kernel.good(f"notebook_launcher(f, (), 3, 'no', start_method={method!r}, dashboard=False, timeout=60)")
+        assert first.result == "[('bf16', 2), ('bf16', 2)]"
+        assert second.result == "[('no', 3), ('no', 3), ('no', 3)]"
+
+
+def test_ranks_see_the_kernels_directory_path_environment_and_files_as_they_are_now(
+    kernel: RealKernel, tmp_path: Path
+) -> None:  # C41
+    kernel.good(SETUP + "nbstate.load_ipython_extension(get_ipython())")
+    kernel.good("notebook_launcher(lambda: None, num_processes=2, dashboard=False)")  # the helper is warm now
+    (tmp_path / "local_module.py").write_text("value = 1\n")
+    kernel.good(
+        f"os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r}); os.environ['SET_LATER'] = 'yes'\n"
+        "os.environ.pop('HOME', None)\n"
+        "import local_module\n"
+        "def f():\n"
+        "    import local_module\n"
+        "    return os.getcwd(), os.environ.get('SET_LATER'), 'HOME' in os.environ, local_module.value\n"
+    )
+    launch = "notebook_launcher(f, num_processes=1, dashboard=False)"
+    assert kernel.good(f"print({launch})").stdout == f"{[(str(tmp_path), 'yes', False, 1)]}\n"
+    (tmp_path / "local_module.py").write_text("value = 22222\n")
+    assert kernel.good(f"print({launch})").stdout == f"{[(str(tmp_path), 'yes', False, 22222)]}\n"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupted_kernel_has_no_ranks_left_and_launches_again(
+    kernel: RealKernel, start_method: str, times: int
+) -> None:  # C13, C14
+    kernel.good(SETUP)
+    kernel.good(
+        "def f():\n"
+        "    print('running')\n"
+        "    while True: time.sleep(0.01)\n"
+        f"options = dict(num_processes=2, start_method={start_method!r}, dashboard=False)\n"
+        "notebook_launcher(lambda: None, **options)"
+    )
+    helpers = {p.pid for p in kernel.descendants()}
+    sent = kernel.start("notebook_launcher(f, **options)")
+    wait_until(lambda: len({p.pid for p in kernel.descendants()} - helpers) >= 2, "the ranks exist")
+    time.sleep(1.0)
+    ranks = [p for p in kernel.descendants() if p.pid not in helpers]
+    for _ in range(times):
+        kernel.interrupt()
+    reply = kernel.finish(sent)
+    assert reply.error == "KeyboardInterrupt: "
+    assert "Traceback" not in reply.stderr
+    assert "supervisor.py" not in reply.traceback
+    assert gone(ranks)
+    assert kernel.good("notebook_launcher(lambda: 1, **options)").result == "[1, 1]"
+
+
+def test_a_killed_kernel_leaves_no_process(kernel: RealKernel, start_method: str) -> None:  # C15
+    kernel.good(SETUP)
+    kernel.good(
+        "def f():\n"
+        "    state = PartialState()\n"
+        "    if state.is_main_process: state.wait_for_everyone()\n"
+        "    while True: time.sleep(0.01)\n"
+    )
+    kernel.start(f"notebook_launcher(f, num_processes=2, start_method={start_method!r}, dashboard=False)")
+    processes = ranks_of(kernel, 3 if start_method == "forkserver" else 2)
+    wait_until(lambda: sum(p.num_threads() > 1 for p in processes if p.is_running()) >= 2, "the ranks are in torch")
+    everyone = kernel.descendants()
+    kernel.kill()
+    wait_until(lambda: gone(everyone), "nobody is left", seconds=5.0)
+
+
+def test_output_of_a_launch_that_was_not_waited_for_goes_to_its_own_cell(kernel: RealKernel) -> None:  # C19
+    kernel.good(SETUP)
+    kernel.good(
+        "def f(path):\n    while not os.path.exists(path): time.sleep(0.01)\n    print('after the next cell')\n"
+    )
+    kernel.good("import tempfile; path = os.path.join(tempfile.mkdtemp(), 'go')")
+    first = kernel.start("launch = notebook_launcher(f, (path,), num_processes=2, block=False, dashboard=False)")
+    kernel.finish(first)
+    second = kernel.start("open(path, 'w').close(); print(launch.wait(30)); time.sleep(0.5)")
+    parents: dict[str, str] = {}
+    deadline = time.monotonic() + IT_HUNG
+    idle = False
+    while not idle and time.monotonic() < deadline:
+        message = kernel.client.get_iopub_msg(timeout=IT_HUNG)
+        parent = message["parent_header"].get("msg_id", "")
+        if message["msg_type"] == "stream":
+            parents[parent] = parents.get(parent, "") + message["content"]["text"]
+        idle = message["msg_type"] == "status" and parent == second and message["content"]["execution_state"] == "idle"
+    assert sorted(parents[first].splitlines()) == ["[0] after the next cell", "[1] after the next cell"]
+    assert parents[second] == "True\n"
+
+
+def test_a_captured_cell_captures_the_ranks_output(kernel: RealKernel) -> None:
+    kernel.good(SETUP)
+    reply = kernel.good("%%capture shown\nnotebook_launcher(print, ('hello',), num_processes=2, dashboard=False)")
+    assert reply.stdout == ""
+    assert kernel.good("sorted(shown.stdout.splitlines())").result == "['[0] hello', '[1] hello']"
+
+
+HUNT = """
+import threading
+stop = threading.Event()
+def chatter():
+    while not stop.is_set():
+        print('.', end='', flush=True); time.sleep(0.002)
+def f():
+    state = PartialState()
+    state.wait_for_everyone()
+    return state.process_index
+def compute():
+    x = torch.randn(200, 200, requires_grad=True); (x @ x).sum().backward()
+def launch(): return notebook_launcher(f, num_processes=4, start_method=METHOD, dashboard=False, timeout=60)
+launch()
+here = psutil.Process()
+before = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
+talker = threading.Thread(target=chatter); talker.start()
+good = 0
+for _ in range(LAUNCHES):
+    compute()
+    good += launch() == [0, 1, 2, 3]
+stop.set(); talker.join()
+after = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
+"""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("method", "launches"), [("forkserver", 200), ("fork", 200)])
+def test_no_launch_hangs_in_a_kernel_that_prints_and_computes(
+    kernel: RealKernel, method: str, launches: int
+) -> None:  # C36
+    kernel.good(SETUP + "import psutil\nfrom IPython.utils.capture import capture_output")
+    if method == "fork":
+        # the chattering thread would make preflight refuse; here it only ever prints, which is what is tested
+        kernel.good("import nbstate.launch.preflight as p; p._busy_looking_threads = lambda: []")
+    kernel.good(f"METHOD, LAUNCHES = {method!r}, {launches}")
+    kernel.good(HUNT, timeout=300)
+    assert kernel.good("good").result == str(launches)
+    assert kernel.good("after == before or (before, after)").result == "True"
