@@ -1,19 +1,10 @@
 """The board: shared memory in which every rank leaves word of itself, one slot per rank.
 
 One-way: ranks write, the kernel reads. A rank that is stuck in C++, stopped or dead leaves its last words readable,
-and nothing the kernel does can ever block a rank.
-
-Layout of a slot, in 8-byte words::
-
-    word 0         version: even when the slot is at rest, odd while its rank writes (a sequence lock)
-    words 1..      one word per name in ``WORDS``, unsigned; ``SIGNED`` ones are two's complement
-    then           one text per row of ``TEXTS``: its length in one word, then its bytes, utf-8
-    then           the last ``HISTORY`` barriers: number, entered, left, line
+and nothing the kernel does can ever block a rank. What a slot holds, and where, is in ``layout.py``.
 
 Words are stored through ``memoryview.cast("Q")``, one aligned 8-byte store each, which cannot tear.
 ``struct.pack_into`` zeroes the place before it packs, and a reader sees the zero: never use it here.
-
-Times are ``time.monotonic_ns()``, which all processes of one machine share.
 
 The memory is a file without a name (memfd on Linux, an unlinked file in a private directory elsewhere), handed to the
 ranks as an inherited descriptor: no other user can open it, and it is gone when the last process that holds it is.
@@ -25,228 +16,243 @@ import contextlib
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final
 
-__all__ = ["Barrier", "Board", "Flag", "Phase", "RankSnapshot", "Slot"]
-
-
-class Phase(IntEnum):
-    """What a rank is doing. One word for one thing: these are also the words of the dashboard."""
-
-    ABSENT = 0
-    STARTING = 1
-    RUNNING = 2
-    LOADER = 3
-    COLLECTIVE = 4
-    BARRIER = 5
-    RETURNING = 6
-    FINISHED = 7
-    FAILED = 8
-    STOPPED = 9
-
-
-class Flag(IntEnum):
-    """Bits of the word ``flags``: the gradient state as the rank sees it."""
-
-    KNOWN = 1
-    SYNC_GRADIENTS = 2
-    END_OF_DATALOADER = 4
-    SYNC_WITH_DATALOADER = 8
-    ADJUST_SCHEDULER = 16
-    IN_DATALOADER = 32
-
-
-WORDS: Final = (
-    "pid",
-    "attempt",
-    "heartbeat",
-    "phase",
-    "phase_since",
-    "step",
-    "epoch",
-    "flags",
-    "num_steps",
-    "remainder",
-    "sync_history",
-    "sync_count",
-    "optimizer_steps",
-    "skipped_steps",
-    "barrier",
-    "barrier_entered",
-    "barrier_left",
-    "barrier_line",
-    "collective",
-    "collective_entered",
-    "collective_left",
-    "collective_line",
-    "collective_bytes",
-    "memory_used",
-    "memory_total",
+from nbstate.telemetry.layout import (
+    HISTORY,
+    HISTORY_AT,
+    INDEX,
+    SIGNED,
+    SLOT_BYTES,
+    TEXT_PLACES,
+    TEXTS,
+    WORD,
+    WORDS,
+    Barrier,
+    Flag,
+    Phase,
+    RankSnapshot,
+    barrier_texts,
+    collective_texts,
+    decode,
+    fit,
+    read_barriers,
+    signed,
 )
-SIGNED: Final = frozenset({"remainder", "epoch"})
-TEXTS: Final = {"device": 24, "barrier_file": 200, "collective_file": 200, "collective_name": 40}
-HISTORY: Final = 32
 
-_WORD = 8
-_INDEX: Final = {name: 1 + i for i, name in enumerate(WORDS)}
+__all__ = [
+    "HISTORY",
+    "SIGNED",
+    "TEXTS",
+    "WORDS",
+    "Barrier",
+    "Board",
+    "Flag",
+    "Phase",
+    "RankSnapshot",
+    "Slot",
+    "missing_from_barrier",
+]
 
-
-def _place_texts() -> tuple[dict[str, tuple[int, int]], int]:
-    places, word = {}, 1 + len(WORDS)
-    for name, size in TEXTS.items():
-        places[name] = (word, size)
-        word += 1 + size // _WORD
-    return places, word
-
-
-_TEXT_PLACES, _HISTORY_AT = _place_texts()
-_SLOT_WORDS: Final = _HISTORY_AT + 4 * HISTORY
-_SLOT_BYTES: Final = _SLOT_WORDS * _WORD
 _MASK: Final = (1 << 64) - 1
+_SPINS: Final = 10  # collisions with a writer before the reader makes room for it
+_PAUSE: Final = 0.00005  # seconds
 
-
-@dataclass(frozen=True)
-class Barrier:
-    """One barrier of one rank. Times in nanoseconds; ``left`` is 0 while the rank still waits."""
-
-    number: int
-    entered: int
-    left: int
-    line: int
-
-
-@dataclass(frozen=True)
-class RankSnapshot:
-    """What the board says of one rank at one moment. All times are ``time.monotonic_ns()``; 0 means never."""
-
-    rank: int
-    pid: int
-    attempt: int
-    heartbeat: int
-    phase: Phase
-    phase_since: int
-    step: int
-    epoch: int
-    flags: int
-    num_steps: int
-    remainder: int
-    sync_history: int
-    sync_count: int
-    optimizer_steps: int
-    skipped_steps: int
-    barrier: int
-    barrier_entered: int
-    barrier_left: int
-    barrier_line: int
-    collective: int
-    collective_entered: int
-    collective_left: int
-    collective_line: int
-    collective_bytes: int
-    memory_used: int
-    memory_total: int
-    device: str
-    barrier_file: str
-    collective_file: str
-    collective_name: str
-    barriers: tuple[Barrier, ...] = ()
-
-    def flag(self, flag: Flag) -> bool:
-        """Whether one bit of the gradient state is set."""
-        return bool(self.flags & flag)
-
-    @property
-    def in_barrier(self) -> bool:
-        """Whether the rank has entered a barrier and not left it."""
-        return self.barrier_entered > self.barrier_left
-
-    @property
-    def in_collective(self) -> bool:
-        """Whether the rank has entered a collective and not left it."""
-        return self.collective_entered > self.collective_left
+# Places of the words that the hot paths store; looking them up by name on each call costs more than the store.
+_HEARTBEAT: Final = INDEX["heartbeat"]
+_PHASE: Final = INDEX["phase"]
+_PHASE_SINCE: Final = INDEX["phase_since"]
+_STEP: Final = INDEX["step"]
+_FLAGS: Final = INDEX["flags"]
+_SYNC_HISTORY: Final = INDEX["sync_history"]
+_SYNC_COUNT: Final = INDEX["sync_count"]
+_BARRIER: Final = INDEX["barrier"]
+_BARRIER_ENTERED: Final = INDEX["barrier_entered"]
+_BARRIER_LEFT: Final = INDEX["barrier_left"]
+_BARRIER_LINE: Final = INDEX["barrier_line"]
+_COLLECTIVE: Final = INDEX["collective"]
+_COLLECTIVE_ENTERED: Final = INDEX["collective_entered"]
+_COLLECTIVE_LEFT: Final = INDEX["collective_left"]
+_COLLECTIVE_LINE: Final = INDEX["collective_line"]
+_COLLECTIVE_BYTES: Final = INDEX["collective_bytes"]
+_COLLECTIVE_PARTIAL: Final = INDEX["collective_partial"]
+_IN_COLLECTIVE: Final = int(Phase.COLLECTIVE)
+_IN_BARRIER: Final = int(Phase.BARRIER)
+_BARRIER_TEXT_AT: Final = TEXT_PLACES["barrier_file"][0] * WORD
+_COLLECTIVE_TEXT_AT: Final = TEXT_PLACES["collective_file"][0] * WORD
 
 
 class Slot:
-    """One rank's place on the board. Written by one thread at a time (the rank's), read by anyone."""
+    """One rank's place on the board. Written by one thread at a time (the rank's), read by anyone.
+
+    Every write opens with an odd version and closes with the next even one. A write that was cut short (a signal
+    handler that raised, a rank killed) leaves the version odd; the next writer starts from there and mends it.
+    """
 
     def __init__(self, words: memoryview, raw: memoryview, rank: int) -> None:
         self.rank = rank
         self._words = words
         self._raw = raw
+        self._seen: tuple[int, RankSnapshot] | None = None
+        self._ring: tuple[bytes, tuple[Barrier, ...]] = (b"", ())
+        self._stuck = 0  # a version at which the slot was found half-written before: not waited for again
+        # File and name of the collective whose texts stand in the slot: a loop that comes by again need not store them.
+        self._file: str | None = None
+        self._name: str | None = None
 
     def write(self, **fields: int) -> None:
         """Store words by name. Readers see all of them or none."""
         words = self._words
-        words[0] += 1
+        words[0] = version = words[0] | 1
         for name, value in fields.items():
-            words[_INDEX[name]] = value & _MASK
-        words[0] += 1
+            words[INDEX[name]] = value & _MASK
+        words[0] = version + 1
 
     def write_text(self, **fields: str) -> None:
         """Store texts by name, each cut from the left to its room (the end of a path says more than its start)."""
         words, raw = self._words, self._raw
-        words[0] += 1
+        self._file = None
+        words[0] = version = words[0] | 1
         for name, text in fields.items():
-            at, room = _TEXT_PLACES[name]
-            data = text.encode("utf-8", "replace")[-room:]
-            start = (at + 1) * _WORD
+            at, room = TEXT_PLACES[name]
+            data = fit(text, room)
+            start = (at + 1) * WORD
             raw[start : start + len(data)] = data
             words[at] = len(data)
-        words[0] += 1
+        words[0] = version + 1
 
     def write_barrier(self, barrier: Barrier) -> None:
         """Store one barrier in the ring of the last ``HISTORY``."""
-        at = _HISTORY_AT + 4 * (barrier.number % HISTORY)
         words = self._words
-        words[0] += 1
-        words[at], words[at + 1], words[at + 2], words[at + 3] = (
-            barrier.number,
-            barrier.entered,
-            barrier.left,
-            barrier.line,
-        )
-        words[0] += 1
+        words[0] = version = words[0] | 1
+        at = HISTORY_AT + 4 * (barrier.number % HISTORY)
+        words[at], words[at + 1] = barrier.number, barrier.entered
+        words[at + 2], words[at + 3] = barrier.left, barrier.line
+        words[0] = version + 1
+
+    def write_phase(self, phase: int, now: int) -> None:
+        """Store the phase, since when, and a heartbeat."""
+        words = self._words
+        words[0] = version = words[0] | 1
+        words[_PHASE] = phase
+        words[_PHASE_SINCE] = now
+        words[_HEARTBEAT] = now
+        words[0] = version + 1
+
+    def write_step(self, step: int, history: int, flags: int, now: int) -> None:
+        """Store one step: its number, which is also the count of sync flags, the flags' history, and a heartbeat."""
+        words = self._words
+        words[0] = version = words[0] | 1
+        words[_STEP] = step
+        words[_SYNC_COUNT] = step
+        words[_SYNC_HISTORY] = history
+        words[_FLAGS] = flags
+        words[_HEARTBEAT] = now
+        words[0] = version + 1
+
+    def open_collective(
+        self, number: int, now: int, filename: str, line: int, name: str, nbytes: int, partial: bool
+    ) -> None:
+        """Store that a collective was entered, phase and heartbeat included, in one guarded write."""
+        words = self._words
+        texts = None
+        if filename is not self._file or name is not self._name:
+            texts = collective_texts(filename, name)
+        words[0] = version = words[0] | 1
+        words[_HEARTBEAT] = now
+        words[_PHASE] = _IN_COLLECTIVE
+        words[_PHASE_SINCE] = now
+        words[_COLLECTIVE] = number
+        words[_COLLECTIVE_ENTERED] = now
+        words[_COLLECTIVE_LINE] = line
+        words[_COLLECTIVE_BYTES] = nbytes
+        words[_COLLECTIVE_PARTIAL] = partial
+        if texts is not None:
+            self._raw[_COLLECTIVE_TEXT_AT : _COLLECTIVE_TEXT_AT + len(texts)] = texts
+            self._file, self._name = filename, name
+        words[0] = version + 1
+
+    def close_collective(self, phase: int, now: int) -> None:
+        """Store that the open collective was left for ``phase``, in one guarded write."""
+        words = self._words
+        words[0] = version = words[0] | 1
+        words[_COLLECTIVE_LEFT] = now
+        words[_PHASE] = phase
+        words[_PHASE_SINCE] = now
+        words[_HEARTBEAT] = now
+        words[0] = version + 1
+
+    def open_barrier(self, number: int, now: int, filename: str, line: int) -> None:
+        """Store that a barrier was entered, phase, heartbeat and history included, in one guarded write."""
+        words = self._words
+        texts = barrier_texts(filename)
+        at = HISTORY_AT + 4 * (number % HISTORY)
+        words[0] = version = words[0] | 1
+        words[_HEARTBEAT] = now
+        words[_PHASE] = _IN_BARRIER
+        words[_PHASE_SINCE] = now
+        words[_BARRIER] = number
+        words[_BARRIER_ENTERED] = now
+        words[_BARRIER_LINE] = line
+        self._raw[_BARRIER_TEXT_AT : _BARRIER_TEXT_AT + len(texts)] = texts
+        words[at] = number
+        words[at + 1] = now
+        words[at + 2] = 0
+        words[at + 3] = line
+        words[0] = version + 1
+
+    def close_barrier(self, number: int, phase: int, now: int) -> None:
+        """Store that barrier ``number`` was left for ``phase``, history included, in one guarded write."""
+        words = self._words
+        words[0] = version = words[0] | 1
+        words[_BARRIER_LEFT] = now
+        words[_PHASE] = phase
+        words[_PHASE_SINCE] = now
+        words[_HEARTBEAT] = now
+        words[HISTORY_AT + 4 * (number % HISTORY) + 2] = now
+        words[0] = version + 1
 
     def read(self, name: str) -> int:
         """One word, as the rank itself last stored it."""
-        return _signed(name, self._words[_INDEX[name]])
+        return signed(name, self._words[INDEX[name]])
 
     def snapshot(self, tries: int = 50) -> RankSnapshot:
-        """Read the whole slot. After ``tries`` collisions with the writer the newest copy is taken as it is."""
+        """Read the whole slot.
+
+        A slot that was not written since the last call gives the same object again, at the cost of one read. A
+        writer that is at work is waited for, a few milliseconds at most; after ``tries`` collisions (a rank that
+        was stopped or killed in the middle of a write) the newest copy is taken as it is.
+        """
         words, raw = self._words, self._raw
         copy = b""
-        for _ in range(tries):
+        for attempt in range(tries):
             before = words[0]
+            if self._seen is not None and self._seen[0] == before:
+                return self._seen[1]
             copy = bytes(raw)
             if before == words[0] and not before & 1:
+                self._seen = before, self._decode(copy)
+                return self._seen[1]
+            if before == self._stuck:
                 break
-        return _decode(self.rank, copy)
+            if attempt > _SPINS:
+                time.sleep(_PAUSE)
+        self._stuck = words[0]
+        return self._decode(copy)
+
+    def _decode(self, copy: bytes) -> RankSnapshot:
+        ring = copy[HISTORY_AT * WORD :]
+        # Most reads find the ring as it was, and building its barriers is most of the cost of a read.
+        if ring != self._ring[0]:
+            self._ring = ring, read_barriers(ring)
+        return decode(self.rank, copy, self._ring[1])
 
     def release(self) -> None:
         """Let go of the memory, so that the board can be closed."""
         self._words.release()
         self._raw.release()
-
-
-def _signed(name: str, value: int) -> int:
-    return value - (1 << 64) if name in SIGNED and value >> 63 else value
-
-
-def _decode(rank: int, copy: bytes) -> RankSnapshot:
-    words = memoryview(copy).cast("Q")
-    values: dict[str, int] = {name: _signed(name, words[i]) for name, i in _INDEX.items()}
-    phase = values.pop("phase")
-    texts = {}
-    for name, (at, room) in _TEXT_PLACES.items():
-        start = (at + 1) * _WORD
-        texts[name] = copy[start : start + min(words[at], room)].decode("utf-8", "replace")
-    ring = (words[i : i + 4].tolist() for i in range(_HISTORY_AT, _SLOT_WORDS, 4))
-    barriers = sorted((Barrier(*row) for row in ring if row[0]), key=lambda barrier: barrier.number)
-    known = Phase(phase) if phase in Phase._value2member_map_ else Phase.ABSENT
-    return RankSnapshot(rank=rank, phase=known, barriers=tuple(barriers), **values, **texts)
 
 
 class Board:
@@ -272,11 +278,11 @@ class Board:
     def __init__(self, fd: int, world_size: int) -> None:
         self.fd = fd
         self.world_size = world_size
-        self._memory = mmap.mmap(fd, world_size * _SLOT_BYTES)
+        self._memory = mmap.mmap(fd, world_size * SLOT_BYTES)
         self._view = memoryview(self._memory)
         self._slots: list[Slot] = []
         for rank in range(world_size):
-            raw = self._view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]
+            raw = self._view[rank * SLOT_BYTES : (rank + 1) * SLOT_BYTES]
             self._slots.append(Slot(raw.cast("Q"), raw, rank))
 
     @classmethod
@@ -287,7 +293,7 @@ class Board:
         else:  # pragma: no cover - not on Linux
             fd, path = tempfile.mkstemp(prefix="nbstate-board-")
             os.unlink(path)
-        os.ftruncate(fd, world_size * _SLOT_BYTES)
+        os.ftruncate(fd, world_size * SLOT_BYTES)
         return cls(fd, world_size)
 
     @classmethod

@@ -9,12 +9,13 @@ for a loader); they nest, and ``leave`` returns to the phase that was there befo
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from nbstate.telemetry.board import Barrier, Flag, Phase, Slot
+from nbstate.telemetry.board import Flag, Phase, Slot
 from nbstate.telemetry.source import caller
 
 __all__ = [
@@ -35,29 +36,59 @@ __all__ = [
 ]
 
 _MEMORY_EVERY: Final = 250_000_000  # nanoseconds between two looks at the device's memory
-_HISTORY_MASK: Final = (1 << 64) - 1
+_NEVER: Final = 1 << 63
+_WORD_MASK: Final = (1 << 64) - 1
+
+# Enum members cost an attribute look-up with a metaclass in between, several times the price of a store on the board.
+_STARTING: Final = int(Phase.STARTING)
+_LOADER: Final = int(Phase.LOADER)
+_COLLECTIVE: Final = int(Phase.COLLECTIVE)
+_BARRIER: Final = int(Phase.BARRIER)
+_TOGETHER: Final = (_COLLECTIVE, _BARRIER)
+_KNOWN: Final = int(Flag.KNOWN)
+_KNOWN_SYNC: Final = int(Flag.KNOWN | Flag.SYNC_GRADIENTS)
+_SYNC: Final = int(Flag.SYNC_GRADIENTS)
+_TRUST: Final = {"": 0, "optimizer": 1, "ddp": 2, "accumulate": 3}
 
 _now = time.monotonic_ns
+_thread = threading.get_ident
 
 
 class _Pen:
     """What the rank last wrote, so that a write needs no read of shared memory."""
 
+    __slots__ = (
+        "barrier",
+        "collective",
+        "counted_by",
+        "flags",
+        "history",
+        "memory",
+        "memory_due",
+        "open",
+        "optimizer_steps",
+        "phase",
+        "skipped_steps",
+        "slot",
+        "step",
+        "thread",
+    )
+
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self.thread = threading.get_ident()
-        self.phase = Phase.STARTING
-        self.open: list[tuple[Phase, Phase]] = []
+        self.thread = _thread()
+        self.phase = _STARTING
+        self.open: list[tuple[int, int]] = []  # what was there before, what was entered
         self.step = 0
         self.counted_by = ""
         self.history = 0
         self.flags = 0
-        self.barrier = Barrier(0, 0, 0, 0)
+        self.barrier = 0
         self.collective = 0
         self.optimizer_steps = 0
         self.skipped_steps = 0
-        self.memory_at = 0
         self.memory: Callable[[], tuple[int, int]] | None = None
+        self.memory_due = _NEVER
 
 
 _pen: _Pen | None = None
@@ -75,6 +106,11 @@ def detach() -> None:
     _pen = None
 
 
+if hasattr(os, "register_at_fork"):
+    # A child of a rank (a loader's worker, a user's own subprocess) is not the rank and must not write in its place.
+    os.register_at_fork(after_in_child=detach)
+
+
 def attached() -> bool:
     """Whether this process writes on a board."""
     return _pen is not None
@@ -85,10 +121,9 @@ def phase(new: Phase) -> None:
     pen = _pen
     if pen is None:
         return
-    now = _now()
-    pen.phase = new
+    pen.phase = int(new)
     pen.open.clear()
-    pen.slot.write(phase=new, phase_since=now, heartbeat=now)
+    pen.slot.write_phase(new, _now())
 
 
 def device(name: str) -> None:
@@ -100,23 +135,20 @@ def device(name: str) -> None:
 def memory_source(read: Callable[[], tuple[int, int]]) -> None:
     """Say how to read the device's memory: a function that returns used and total bytes."""
     if _pen is not None:
-        _pen.memory = read
-
-
-def _enter(pen: _Pen, new: Phase, now: int) -> None:
-    pen.open.append((pen.phase, new))
-    pen.phase = new
-    pen.slot.write(phase=new, phase_since=now, heartbeat=now)
+        _pen.memory, _pen.memory_due = read, 0
 
 
 def enter_loader() -> None:
     """The rank waits for its data loader."""
     pen = _pen
-    if pen is not None and pen.thread == threading.get_ident():
-        _enter(pen, Phase.LOADER, _now())
+    if pen is None or pen.thread != _thread():
+        return
+    pen.open.append((pen.phase, _LOADER))
+    pen.phase = _LOADER
+    pen.slot.write_phase(_LOADER, _now())
 
 
-def enter(name: str, nbytes: int = 0) -> bool:
+def enter(name: str, nbytes: int = 0, partial: bool = False) -> bool:
     """The rank enters a collective.
 
     Parameters
@@ -125,6 +157,9 @@ def enter(name: str, nbytes: int = 0) -> bool:
         The operation, as ``"all_reduce"``.
     nbytes : int
         Size of this rank's own part, bytes.
+    partial : bool
+        Whether only a part of the world takes part (a smaller group, a send, a receive). Such an operation gets no
+        number: numbers count what all ranks do in the same order, so that they can be compared.
 
     Returns
     -------
@@ -133,35 +168,33 @@ def enter(name: str, nbytes: int = 0) -> bool:
         another collective (the outer one is what the user called) and on a thread that is not the rank's first.
     """
     pen = _pen
-    if pen is None or pen.thread != threading.get_ident():
+    if pen is None or pen.thread != _thread():
         return False
-    if pen.open and pen.open[-1][1] in (Phase.COLLECTIVE, Phase.BARRIER):
+    before = pen.phase
+    if before in _TOGETHER:
         return False
-    now = _now()
     filename, line = caller(2)
-    pen.collective += 1
-    pen.slot.write_text(collective_name=name, collective_file=filename)
-    pen.slot.write(
-        collective=pen.collective, collective_entered=now, collective_line=line, collective_bytes=max(0, nbytes)
-    )
-    _enter(pen, Phase.COLLECTIVE, now)
+    if not partial:
+        pen.collective += 1
+    pen.slot.open_collective(pen.collective, _now(), filename, line, name, nbytes, partial)
+    pen.open.append((before, _COLLECTIVE))
+    pen.phase = _COLLECTIVE
     return True
 
 
 def enter_barrier() -> bool:
     """The rank enters a barrier of the whole world. Returns as ``enter`` does."""
     pen = _pen
-    if pen is None or pen.thread != threading.get_ident():
+    if pen is None or pen.thread != _thread():
         return False
-    if pen.open and pen.open[-1][1] in (Phase.COLLECTIVE, Phase.BARRIER):
+    before = pen.phase
+    if before in _TOGETHER:
         return False
-    now = _now()
     filename, line = caller(2)
-    pen.barrier = Barrier(pen.barrier.number + 1, now, 0, line)
-    pen.slot.write_text(barrier_file=filename)
-    pen.slot.write(barrier=pen.barrier.number, barrier_entered=now, barrier_line=line)
-    pen.slot.write_barrier(pen.barrier)
-    _enter(pen, Phase.BARRIER, now)
+    pen.barrier += 1
+    pen.slot.open_barrier(pen.barrier, _now(), filename, line)
+    pen.open.append((before, _BARRIER))
+    pen.phase = _BARRIER
     return True
 
 
@@ -178,24 +211,28 @@ def leave(completed: bool = True) -> None:
     if pen is None or not pen.open:
         return
     before, ended = pen.open.pop()
-    now = _now()
     pen.phase = before
-    if completed and ended is Phase.BARRIER:
-        pen.barrier = Barrier(pen.barrier.number, pen.barrier.entered, now, pen.barrier.line)
-        pen.slot.write_barrier(pen.barrier)
-        pen.slot.write(phase=before, phase_since=now, heartbeat=now, barrier_left=now)
-    elif completed and ended is Phase.COLLECTIVE:
-        pen.slot.write(phase=before, phase_since=now, heartbeat=now, collective_left=now)
+    now = _now()
+    if completed and ended == _COLLECTIVE:
+        pen.slot.close_collective(before, now)
+    elif completed and ended == _BARRIER:
+        pen.slot.close_barrier(pen.barrier, before, now)
     else:
-        pen.slot.write(phase=before, phase_since=now, heartbeat=now)
-    _look_at_memory(pen, now)
+        pen.slot.write_phase(before, now)
+    if now >= pen.memory_due:
+        _look_at_memory(pen, now)
 
 
 def _look_at_memory(pen: _Pen, now: int) -> None:
-    if pen.memory is None or now - pen.memory_at < _MEMORY_EVERY:
+    if pen.memory is None:
         return
-    pen.memory_at = now
-    used, total = pen.memory()
+    pen.memory_due = now + _MEMORY_EVERY
+    try:
+        used, total = pen.memory()
+    except Exception:
+        # A device that cannot be asked is no reason to end the user's training step.
+        pen.memory, pen.memory_due = None, _NEVER
+        return
     pen.slot.write(memory_used=used, memory_total=total)
 
 
@@ -214,17 +251,20 @@ def step(sync: bool, source: str = "accumulate") -> None:
     if pen is None:
         return
     if pen.counted_by != source:
-        ranking = ("", "optimizer", "ddp", "accumulate")
-        if ranking.index(source) < ranking.index(pen.counted_by):
+        if _TRUST[source] < _TRUST[pen.counted_by]:
             return
         pen.counted_by = source
+    pen.step = count = pen.step + 1
+    if sync:
+        pen.history = history = (pen.history << 1 | 1) & _WORD_MASK
+        pen.flags = flags = pen.flags | _KNOWN_SYNC
+    else:
+        pen.history = history = pen.history << 1 & _WORD_MASK
+        pen.flags = flags = (pen.flags | _KNOWN) & ~_SYNC
     now = _now()
-    pen.step += 1
-    pen.history = ((pen.history << 1) | sync) & _HISTORY_MASK
-    flags = pen.flags | Flag.KNOWN
-    pen.flags = flags | Flag.SYNC_GRADIENTS if sync else flags & ~Flag.SYNC_GRADIENTS
-    pen.slot.write(step=pen.step, sync_history=pen.history, sync_count=pen.step, flags=pen.flags, heartbeat=now)
-    _look_at_memory(pen, now)
+    pen.slot.write_step(count, history, flags, now)
+    if now >= pen.memory_due:
+        _look_at_memory(pen, now)
 
 
 def epoch(index: int) -> None:
@@ -254,7 +294,7 @@ def gradient(
         | (Flag.ADJUST_SCHEDULER if adjust_scheduler else 0)
         | (Flag.IN_DATALOADER if in_dataloader else 0)
     )
-    pen.flags = flags
+    pen.flags = int(flags)
     pen.slot.write(flags=flags, num_steps=num_steps, remainder=remainder)
 
 
