@@ -29,14 +29,14 @@ __all__ = ["NbstateMagics", "load", "unload"]
 class NbstateMagics(Magics):  # type: ignore[misc]
     """What ``%load_ext nbstate`` adds."""
 
-    @magic_arguments()  # type: ignore[untyped-decorator]
-    @line_magic  # type: ignore[untyped-decorator]
+    @magic_arguments()
+    @line_magic
     def nbstate(self, line: str) -> None:
         """Show this kernel's states, its devices, and the last launch."""
         parse_argstring(self.nbstate, line)
         display(Overview())
 
-    @magic_arguments()  # type: ignore[untyped-decorator]
+    @magic_arguments()
     @argument(
         "-n", "--num-processes", type=int, default=None, help="Number of ranks (default: one per accelerator, else 2)."
     )
@@ -49,7 +49,7 @@ class NbstateMagics(Magics):  # type: ignore[misc]
     @argument("--threads", type=int, default=None, help="torch threads per rank (default: the cores shared out).")
     @argument("--timeout", type=float, default=None, help="Seconds that the launch may take (default: no limit).")
     @argument("--no-dashboard", action="store_true", help="Do not show the dashboard.")
-    @cell_magic  # type: ignore[untyped-decorator]
+    @cell_magic
     def launch(self, line: str, cell: str) -> None:
         """Run the cell's body in N ranks.
 

@@ -112,7 +112,7 @@ def _replace_stream(fd: int, name: str) -> None:
     old = {id(getattr(sys, name)), id(getattr(sys, f"__{name}__"))}
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
-    for reference in logging._handlerList:
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
         handler = reference()
         if isinstance(handler, logging.StreamHandler) and id(handler.stream) in old:
             handler.stream = stream

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nbstate.errors import ArgumentValueError
 
@@ -70,8 +70,8 @@ class Store:
     world_size: int
     address: str
     port: int
-    server: dist.TCPStore | None
-    client: dist.TCPStore | None = None
+    server: TCPStore | None
+    client: TCPStore | None = None
     groups: int = 0
 
     @property
@@ -79,16 +79,16 @@ class Store:
         """Whether the others depend on this process."""
         return self.server is not None
 
-    def next_prefix(self, timeout: timedelta) -> dist.PrefixStore:
+    def next_prefix(self, timeout: timedelta) -> PrefixStore:
         """The store for the next process group of the whole world."""
         self.groups += 1
         store = self.server or self.client
         if store is None:
-            store = self.client = dist.TCPStore(
+            store = self.client = TCPStore(
                 self.address, self.port, self.world_size, is_master=False, timeout=timeout, wait_for_workers=False
             )
         store.set_timeout(timeout)
-        return dist.PrefixStore(f"nbstate/{self.groups}", store)
+        return PrefixStore(f"nbstate/{self.groups}", store)
 
 
 def join(rank: int, world_size: int, listener: int | None) -> Store:
@@ -96,7 +96,7 @@ def join(rank: int, world_size: int, listener: int | None) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = None
     if listener is not None:
-        server = dist.TCPStore(
+        server = TCPStore(
             address,
             port,
             world_size,

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from nbstate.launch.engines.base import Engine, RankHandle
@@ -148,11 +149,11 @@ class Supervisor(threading.Thread):
         for handle in handles:
             state = RankState(handle)
             self.ranks.append(state)
-            self._register(handle.control, lambda s=state: self._read_control(s))
-            self._register(handle.stdout, lambda s=state: self._read_output(s, "stdout"))
-            self._register(handle.stderr, lambda s=state: self._read_output(s, "stderr"))
+            self._register(handle.control, partial(self._read_control, state))
+            self._register(handle.stdout, partial(self._read_output, state, "stdout"))
+            self._register(handle.stderr, partial(self._read_output, state, "stderr"))
             if handle.ended >= 0:
-                self._register(handle.ended, lambda s=state: self._collect(s))
+                self._register(handle.ended, partial(self._collect, state))
         if self._timeout is not None:
             self._deadline = time.monotonic() + self._timeout
 

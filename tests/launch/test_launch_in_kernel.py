@@ -254,15 +254,16 @@ def compute():
     x = torch.randn(200, 200, requires_grad=True); (x @ x).sum().backward()
 def launch(): return notebook_launcher(f, num_processes=4, start_method=METHOD, dashboard=False, timeout=60)
 launch()
+compute()
 here = psutil.Process()
-before = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
-talker = threading.Thread(target=chatter); talker.start()
-good = 0
+def held(): return here.num_fds(), here.num_threads(), len(here.children(recursive=True))
+talker = threading.Thread(target=chatter); talker.start(); time.sleep(0.1)
+before, good = held(), 0
 for _ in range(LAUNCHES):
     compute()
     good += launch() == [0, 1, 2, 3]
+after = held()
 stop.set(); talker.join()
-after = here.num_fds(), here.num_threads(), len(here.children(recursive=True))
 """
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -166,7 +166,7 @@ class LocalEngine:
             daemon=False,
         )
         try:
-            with _without_main(self.start_method):
+            with _lean_start():
                 process.start()
         except BaseException:
             os.close(out_read)
@@ -184,28 +184,28 @@ class LocalEngine:
 
 
 @contextlib.contextmanager
-def _without_main(start_method: str) -> Any:
-    """Keep ``multiprocess`` from importing the user's main script anew in each rank: functions travel by value.
+def _lean_start() -> Iterator[None]:
+    """Keep ``multiprocess`` from two things that it does whenever it starts a process.
 
-    It would run a script's top level once per rank, and a script without ``if __name__ == "__main__"`` would launch
-    from inside its own launch.
+    It would import the user's main script anew in each rank: that runs a script's top level once per rank, and a script
+    without ``if __name__ == "__main__"`` would launch from inside its own launch. Functions travel by value here.
+
+    And it would flush ``sys.stdout`` on this thread, once per rank. In a kernel each flush waits for another thread and
+    opens a socket for this one; the launcher has flushed once, on the thread of the cell.
     """
-    if start_method == "fork":
-        yield
-        return
-    from multiprocess import spawn
+    from multiprocess import spawn, util
 
     with _starting:
-        original = spawn.get_preparation_data
+        prepare, flush = spawn.get_preparation_data, util._flush_std_streams
 
-        def lean(name: str) -> dict[str, Any]:
-            data: dict[str, Any] = original(name)
+        def without_main(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = prepare(name)
             data.pop("init_main_from_name", None)
             data.pop("init_main_from_path", None)
             return data
 
-        spawn.get_preparation_data = lean
+        spawn.get_preparation_data, util._flush_std_streams = without_main, lambda: None
         try:
             yield
         finally:
-            spawn.get_preparation_data = original
+            spawn.get_preparation_data, util._flush_std_streams = prepare, flush
