@@ -1,0 +1,193 @@
+"""What a person sees, as plain values: board snapshots in, one frame out. No UI import, no clock, no state.
+
+A frame is what the page draws, and all of it: JSON-able, the same for the widget, the html and the text.
+
+Times in a frame
+----------------
+A frame must not change when the board does not, or every tick of a clock would cost a message. So nothing that grows
+with time is in it: an open barrier, a phase or a collective carries ``since``, in seconds after the start of the
+launch, and whoever draws works out the age. The page does it with its own clock, which it sets by the ``now`` that
+travels beside each frame (see ``widget.py``), and ticks between frames. ``elapsed`` is None while the launch runs, and
+once it has ended the moment at which every clock stops.
+
+The one exception is the verdict, whose sentence may name a waiting time. It is asked for the moment of the last word on
+the board, or the last whole half second, whichever is later: a lasting trouble makes two frames a second, not ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypedDict
+
+from nbstate.dashboard.barriers import Meeting, OpenBarrier, Straggler, history, newest_barrier, straggler
+from nbstate.dashboard.lines import pick_lines
+from nbstate.dashboard.ranks import Columns, build_columns
+from nbstate.telemetry.board import Phase, RankSnapshot
+from nbstate.telemetry.diagnosis import diagnose
+
+__all__ = ["Frame", "LaunchFacts", "LaunchView", "State", "VerdictLine", "build_frame", "seconds_after", "show_elapsed"]
+
+State = Literal["starting", "running", "finished", "failed", "interrupted", "stopped"]
+
+LIVE: Final = frozenset({"starting", "running"})
+TABLE_ROWS: Final = 32  # worlds larger than this are drawn as a heat map, without strips
+_HALF_SECOND: Final = 500_000_000
+_ACTIONS: Final = ("interrupt", "stop")
+_ENDINGS: Final = {"finished": "finished", "failed": "failed", "interrupted": "interrupted", "stopped": "stopped"}
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What is known of a launch before it starts, and never changes.
+
+    Parameters
+    ----------
+    title : str
+        Name of the function that runs.
+    cell : str
+        The cell that launched it, as ``"In[5]"``, or ``""``.
+    start_method, engine : str
+        How the ranks are made, as ``"forkserver"`` and ``"local"``.
+    world_size : int
+        Number of ranks.
+    started : int
+        ``time.monotonic_ns()`` when the launch began: the zero of every time in a frame.
+    """
+
+    title: str
+    cell: str
+    start_method: str
+    engine: str
+    world_size: int
+    started: int
+
+
+@dataclass(frozen=True)
+class LaunchView:
+    """What is known of a launch at one moment.
+
+    Parameters
+    ----------
+    snapshots : sequence of RankSnapshot
+        The board, in rank order.
+    now : int
+        ``time.monotonic_ns()`` of this moment.
+    state : str
+        ``"starting"``, ``"running"``, ``"finished"``, ``"failed"``, ``"interrupted"`` or ``"stopped"``.
+    message : str
+        The final sentence, as ``"rank 1 raised ValueError: boom (In[5], line 3)"``; ``""`` while it runs.
+    lines : sequence of (int, str)
+        The last lines of output, oldest first: rank and text.
+    cells : mapping of str to str
+        File name of a cell to what the notebook calls it (``"In[5]"``).
+    guilty : tuple of int
+        At the end: the ranks that ``message`` is about. Left empty, they are the ranks whose last phase is "failed".
+    """
+
+    snapshots: Sequence[RankSnapshot]
+    now: int
+    state: State
+    message: str = ""
+    lines: Sequence[tuple[int, str]] = ()
+    cells: Mapping[str, str] = field(default_factory=dict)
+    guilty: tuple[int, ...] = ()
+
+
+class VerdictLine(TypedDict):
+    """The sentence under the header, its kind, and the ranks it blames."""
+
+    kind: str
+    sentence: str
+    ranks: list[int]
+
+
+class Frame(TypedDict):
+    """One picture of a launch. Times are seconds after its start."""
+
+    title: str
+    cell: str
+    world_size: int
+    start_method: str
+    engine: str
+    state: State
+    elapsed: float | None
+    actions: list[str]
+    verdict: VerdictLine
+    barrier: OpenBarrier | None
+    ranks: Columns
+    history: list[Meeting]
+    straggler: Straggler | None
+    lines: list[tuple[int, str]]
+
+
+def seconds_after(started: int, moment: int) -> float:
+    """Seconds from the start of a launch to a ``monotonic_ns`` moment, to the millisecond, never negative."""
+    return max(0.0, round((moment - started) / 1e9, 3))
+
+
+def build_frame(facts: LaunchFacts, view: LaunchView) -> Frame:
+    """Draw one moment of a launch as plain values.
+
+    Equal boards give equal frames, whatever the time (see the head of this module).
+
+    Examples
+    --------
+    >>> from nbstate.telemetry.board import Board, Phase
+    >>> board = Board.create(2)
+    >>> board.slot(0).write(phase=Phase.RUNNING, step=3)
+    >>> facts = LaunchFacts("train", "In[5]", "forkserver", "local", world_size=2, started=0)
+    >>> frame = build_frame(facts, LaunchView(board.snapshot(), now=10**9, state="running"))
+    >>> frame["ranks"]["phase_text"], frame["ranks"]["step"]
+    (['running', 'not started'], [3, 0])
+    >>> board.close()
+    """
+    snapshots = view.snapshots
+    live = view.state in LIVE
+    verdict = _verdict_while_live(view) if live else _verdict_at_end(facts, view)
+    meetings = history(snapshots, view.cells)
+    return Frame(
+        title=facts.title,
+        cell=facts.cell,
+        world_size=facts.world_size,
+        start_method=facts.start_method,
+        engine=facts.engine,
+        state=view.state,
+        elapsed=None if live else seconds_after(facts.started, view.now),
+        actions=list(_ACTIONS) if live else [],
+        verdict=verdict,
+        barrier=newest_barrier(snapshots, facts.started, view.cells),
+        ranks=build_columns(
+            snapshots,
+            facts.started,
+            kind=verdict["kind"],
+            guilty=verdict["ranks"],
+            strips=facts.world_size <= TABLE_ROWS,
+        ),
+        history=meetings,
+        straggler=straggler(meetings),
+        lines=pick_lines(view.lines, per_rank=facts.world_size <= TABLE_ROWS),
+    )
+
+
+def show_elapsed(seconds: float) -> str:
+    """A length of time as a header shows it: ``"00:41"``, ``"1:02:03"``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def _verdict_while_live(view: LaunchView) -> VerdictLine:
+    last_word = max((max(s.heartbeat, s.phase_since) for s in view.snapshots), default=0)
+    moment = max(last_word, view.now - view.now % _HALF_SECOND)
+    verdict = diagnose(view.snapshots, moment, view.cells)
+    return VerdictLine(kind=verdict.kind, sentence=verdict.sentence, ranks=list(verdict.ranks))
+
+
+def _verdict_at_end(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
+    seconds = seconds_after(facts.started, view.now)
+    sentence = view.message or f"{_ENDINGS[view.state]} {'in' if view.state == 'finished' else 'after'} {seconds:.1f} s"
+    ranks: list[int] = []
+    if view.state == "failed":
+        ranks = list(view.guilty) or [s.rank for s in view.snapshots if s.phase is Phase.FAILED]
+    return VerdictLine(kind=view.state, sentence=sentence, ranks=ranks)
