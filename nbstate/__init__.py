@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         StateNotBuiltError,
         StructureError,
     )
-    from nbstate.launch.launcher import Launch, last_launch, notebook_launcher
+    from nbstate.launch.launch import Launch, last_launch
+    from nbstate.launch.launcher import notebook_launcher
     from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from nbstate.training import Accelerator, DataLoaderConfiguration, prepare_data_loader, skip_first_batches
 
@@ -75,7 +76,8 @@ __all__ = [
 # Where each public name lives. They are imported on first use: a rank that is spawned ties its life to the kernel's
 # before it imports torch, and `import nbstate` itself is quick.
 _HOMES = {
-    "nbstate.launch.launcher": ("Launch", "last_launch", "notebook_launcher"),
+    "nbstate.launch.launch": ("Launch", "last_launch"),
+    "nbstate.launch.launcher": ("notebook_launcher",),
     "nbstate.state": ("AcceleratorState", "DistributedType", "GradientState", "PartialState"),
     "nbstate.training": ("Accelerator", "DataLoaderConfiguration", "prepare_data_loader", "skip_first_batches"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 __all__ = ["cell_names", "cell_writer", "current_cell", "in_kernel", "shell"]
@@ -29,9 +30,18 @@ def cell_names() -> dict[str, str]:
 
 
 def current_cell() -> str:
-    """``"In[5]"`` while cell 5 runs; empty outside IPython."""
-    running = shell()
-    return "" if running is None else f"In[{running.execution_count}]"
+    """``"In[5]"`` when called from cell 5, however deep; empty if no cell is among the callers.
+
+    The shell's ``execution_count`` would not do: it is raised before the cell runs or after, by version.
+    """
+    cells = cell_names()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        shown = cells.get(frame.f_code.co_filename)
+        if shown:
+            return shown
+        frame = frame.f_back
+    return ""
 
 
 Writer = Callable[[str, str], None]

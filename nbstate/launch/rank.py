@@ -52,7 +52,7 @@ from nbstate.telemetry.board import Board, Phase
 __all__ = ["live"]
 
 _INTERRUPT_AGAIN_AFTER: Final = 1.0  # seconds in which a second SIGINT is taken for an echo of the first
-_SOON: Final = 0.2  # seconds that rank 0 gives the others to be done, before it closes its connections
+_SOON: Final = 1.0  # seconds that a rank gives the others to be done, before it closes its connections
 
 
 def live(plan: RankPlan) -> NoReturn:
@@ -75,11 +75,11 @@ def _live(plan: RankPlan, control: int) -> int:
     _settle(plan)
     probe.attach(Board.attach(plan.board.fd, plan.world_size).slot(plan.rank))
     probe.phase(Phase.STARTING)
-    store = rendezvous.join(plan.rank, plan.world_size, plan.listener.fd if plan.listener else None)
+    rendezvous.join(plan.rank, plan.world_size, plan.listener.fd if plan.listener else None)
     collectives.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     message = _run(plan)
-    return _leave(message, control, hosts_store=store.is_host)
+    return _leave(message, control)
 
 
 def _own_descriptors(plan: RankPlan) -> int:
@@ -210,7 +210,7 @@ def _run(plan: RankPlan) -> Message:
         return Unsendable(type(result).__name__, describe(error))
 
 
-def _leave(message: Message, control: int, hosts_store: bool) -> int:
+def _leave(message: Message, control: int) -> int:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -221,8 +221,7 @@ def _leave(message: Message, control: int, hosts_store: bool) -> int:
         return 1
     probe.phase(Phase.FINISHED)
     atexit._run_exitfuncs()
-    if hosts_store:
-        _wait_for_permission(control)
+    _wait_for_permission(control)
     return 0
 
 
@@ -234,11 +233,14 @@ def _send(control: int, message: Message) -> None:
 
 
 def _wait_for_permission(control: int) -> None:
-    """Rank 0 hosts the store, from which others may still read; the kernel says when all of them are done.
+    """Stay until all ranks are done, which the kernel says; if that takes long, close this rank's connections first.
 
-    The others leave without tearing their process group down: the end of the process closes its connections, at
-    once, while a tear-down of gloo takes 10 ms a rank, one after another. If they are not done soon, one may wait in a
-    collective for this rank, which will never come: so its connections are closed and it can learn of that.
+    Another rank may still need this one: rank 0 hosts the store, and a peer whose ``init_process_group`` has not quite
+    returned fails if a rank that it has just connected to is gone by then. On the other hand a rank may wait in a
+    collective for this one, which will never come, and can only learn of that from a closed connection.
+
+    In the usual case nobody tears its process group down: the end of a process closes its connections at once, while
+    a tear-down of gloo takes 10 ms a rank, one after another.
     """
     channel = socket.socket(fileno=os.dup(control))
     channel.settimeout(_SOON)

@@ -74,11 +74,6 @@ class Store:
     client: TCPStore | None = None
     groups: int = 0
 
-    @property
-    def is_host(self) -> bool:
-        """Whether the others depend on this process."""
-        return self.server is not None
-
     def next_prefix(self, timeout: timedelta) -> PrefixStore:
         """The store for the next process group of the whole world."""
         self.groups += 1
@@ -91,7 +86,7 @@ class Store:
         return PrefixStore(f"nbstate/{self.groups}", store)
 
 
-def join(rank: int, world_size: int, listener: int | None) -> Store:
+def join(rank: int, world_size: int, listener: int | None) -> None:
     """Prepare this rank's way to the store; on rank 0 (the one with the listener), serve it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     server = None
@@ -105,9 +100,7 @@ def join(rank: int, world_size: int, listener: int | None) -> Store:
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-    store = Store(rank, world_size, address, port, server)
-    _serve_env_rendezvous(store)
-    return store
+    _serve_env_rendezvous(Store(rank, world_size, address, port, server))
 
 
 def _serve_env_rendezvous(store: Store) -> None:

@@ -108,7 +108,6 @@ class Supervisor(threading.Thread):
         self._deadline: float | None = None
         self._all_said_at: float | None = None
         self._decided = False
-        self._permitted = False
         self._wake_lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -169,7 +168,7 @@ class Supervisor(threading.Thread):
                 self._collect(state)
         self._take_orders()
         self._decide()
-        self._permit_host()
+        self._permit_to_leave()
         self._hurry_leavers()
         self._climb()
         self._on_tick()
@@ -290,14 +289,15 @@ class Supervisor(threading.Thread):
         self._on_failure(cause)
         self._set_ladder(HURRY)
 
-    def _permit_host(self) -> None:
-        """Let rank 0, which hosts the store, leave once nobody can need it any more."""
-        if self._permitted or not self.ranks or not all(state.done for state in self.ranks):
+    def _permit_to_leave(self) -> None:
+        """Let the ranks go once nobody can need another any more."""
+        if self._all_said_at is not None or not self.ranks or not all(state.done for state in self.ranks):
             return
-        self._permitted = True
         self._all_said_at = time.monotonic()
-        with contextlib.suppress(OSError):
-            os.write(self.ranks[0].handle.control, b".")
+        for state in self.ranks:
+            if not state.ended:
+                with contextlib.suppress(OSError):
+                    os.write(state.handle.control, b".")
 
     def _hurry_leavers(self) -> None:
         """A rank that has said its last word but does not leave is ended."""

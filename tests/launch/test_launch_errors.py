@@ -109,20 +109,20 @@ def test_sys_exit_with_a_code_is_a_failure() -> None:
         notebook_launcher(exits_with_4, num_processes=1)
 
 
-class Awkward(Exception):
+class AwkwardError(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
         self.lock = threading.Lock()
 
 
 def raises_what_cannot_be_pickled() -> None:
-    raise Awkward(1, 2)
+    raise AwkwardError(1, 2)
 
 
 def test_an_exception_that_cannot_be_pickled_arrives_as_text(start_method: str) -> None:  # C12
     with pytest.raises(RankError) as caught:
         notebook_launcher(raises_what_cannot_be_pickled, num_processes=1, start_method=start_method)
-    assert caught.value.cause_type == "Awkward"
+    assert caught.value.cause_type == "AwkwardError"
     assert caught.value.__cause__ is None
     assert "1 and 2" in caught.value.traceback
 

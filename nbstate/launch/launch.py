@@ -1,0 +1,385 @@
+"""Launch: one run of a function on N ranks, seen from the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nbstate.dashboard import (
+    LaunchFacts,
+    LaunchView,
+    LiveDashboard,
+    TerminalDashboard,
+    dashboard_available,
+    terminal_available,
+)
+from nbstate.errors import (
+    LaunchStoppedError,
+    LaunchTimeoutError,
+    RankError,
+)
+from nbstate.launch import notebook, rendezvous
+from nbstate.launch.engines import LocalEngine
+from nbstate.launch.messages import Result
+from nbstate.launch.outcome import Ending, doing, exit_name, headline, rank_error, unsendable_error
+from nbstate.launch.output import Output
+from nbstate.launch.plan import Fd
+from nbstate.launch.planning import make_plans
+from nbstate.launch.preflight import Choice
+from nbstate.launch.shipping import unpack_result
+from nbstate.launch.spec import LaunchSpec
+from nbstate.launch.supervisor import Supervisor
+from nbstate.telemetry.board import Board, RankSnapshot
+
+__all__ = ["Launch", "RankInfo", "last_launch", "stop_all"]
+
+_TICK: Final = 0.1
+_numbers = itertools.count(1)
+_live: weakref.WeakSet[Launch] = weakref.WeakSet()
+_last: list[Launch] = []
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank of a launch, as ``Launch.ranks`` lists it.
+
+    Attributes
+    ----------
+    rank, pid : int
+        Its number and its process.
+    alive : bool
+        Whether the process runs.
+    exitcode : int or None
+        Negative: the signal that ended it.
+    board : RankSnapshot
+        What it last wrote on the board.
+    """
+
+    rank: int
+    pid: int
+    alive: bool
+    exitcode: int | None
+    board: RankSnapshot
+
+
+class Launch:
+    """One run of a function on N ranks. ``notebook_launcher(..., block=False)`` returns it.
+
+    Its methods may be called from any thread, while the ranks run and after they ended.
+
+    Examples
+    --------
+    >>> import nbstate
+    >>> launch = nbstate.notebook_launcher(lambda: 1 + 1, num_processes=2, block=False, dashboard=False)
+    >>> launch.wait()
+    True
+    >>> launch.results()
+    [2, 2]
+    """
+
+    def __init__(self, spec: LaunchSpec, choice: Choice) -> None:
+        self.spec = spec
+        self.start_method = choice.start_method
+        self.cells = notebook.cell_names()
+        self.dashboard: LiveDashboard | TerminalDashboard | None = None
+        self._id = f"{os.getpid()}-{next(_numbers)}"
+        self._output = Output(spec.num_processes, spec.prefix)
+        self._write_to_cell = notebook.cell_writer()
+        self._arrived = threading.Event()
+        self._final: list[RankSnapshot] | None = None
+        self._final_now = 0
+        self._error: BaseException | None = None
+        self._results: dict[int, Any] = {}
+        self._settled = threading.Lock()
+        self._is_settled = False
+        self._started = time.monotonic_ns()
+        self._said_failure = ""
+        self._next_refresh = 0.0
+        with contextlib.ExitStack() as undo:
+            self._listener = undo.enter_context(rendezvous.bind(spec.master_addr, spec.port, spec.num_processes))
+            self.port: int = self._listener.getsockname()[1]
+            self._board = Board.create(spec.num_processes)
+            undo.callback(self._board.close)
+            self._supervisor = Supervisor(
+                LocalEngine(choice.start_method),
+                make_plans(spec, choice, self._id, self.port, Fd(self._listener.fileno()), Fd(self._board.fd)),
+                self._output,
+                spec.timeout,
+                on_tick=self._tick,
+                on_output=self._arrived.set,
+                on_failure=self._failed,
+            )
+            undo.pop_all()
+        _live.add(self)
+        _last[:] = [self]
+
+    def begin(self) -> None:
+        """Show the dashboard and start the ranks. Called once, by the launcher, on the thread of the cell."""
+        self._show_dashboard()
+        self._supervisor.start()
+
+    def _show_dashboard(self) -> None:
+        """The widget in a notebook, one line on a terminal, else nothing."""
+        spec = self.spec
+        if spec.dashboard is False:
+            return
+        facts = LaunchFacts(
+            title=spec.title,
+            cell=notebook.current_cell(),
+            start_method=self.start_method,
+            engine=spec.engine,
+            world_size=spec.num_processes,
+            started=self._started,
+        )
+        if dashboard_available():
+            self.dashboard = LiveDashboard(facts, self)
+        elif terminal_available():
+            self.dashboard = TerminalDashboard(facts)
+        else:
+            return
+        self.dashboard.show()
+        self.dashboard.refresh(self._view("starting"))
+
+    def _tick(self) -> None:
+        if not self.spec.block:
+            self._pour()
+        now = time.monotonic()
+        if self.dashboard is None or now < self._next_refresh:
+            return
+        self._next_refresh = now + _TICK
+        try:
+            self.dashboard.refresh(self._view("running"))
+        except Exception as error:  # a picture that cannot be drawn must not end the launch
+            self.dashboard = None
+            self._write_to_cell("stderr", f"nbstate: the dashboard has stopped: {type(error).__name__}: {error}\n")
+
+    def _view(self, state: Any, message: str = "", guilty: tuple[int, ...] = ()) -> LaunchView:
+        snapshots, now = self._look()
+        return LaunchView(
+            snapshots=snapshots,
+            now=now,
+            state=state,
+            message=message,
+            lines=self._output.recent(),
+            cells=self.cells,
+            guilty=guilty,
+        )
+
+    def _look(self) -> tuple[list[RankSnapshot], int]:
+        if self._final is not None:
+            return self._final, self._final_now
+        return self._board.snapshot(), time.monotonic_ns()
+
+    def _failed(self, cause: Ending | None) -> None:
+        """Keep the board as it was when the launch failed, before the other ranks are ended."""
+        snapshots, now = self._look()
+        self._final, self._final_now = snapshots, now
+        if cause is None:
+            shown = "; ".join(f"rank {s.rank} {doing(s, now, self.cells)}" for s in snapshots)
+            self._said_failure = f"the launch took longer than its timeout of {self.spec.timeout:g} s: {shown}"
+        else:
+            self._said_failure = headline(cause, snapshots, now, self.cells)
+
+    def _pour(self, write: notebook.Writer | None = None) -> None:
+        """Show what has been printed since the last time."""
+        pieces = self._output.take()
+        if pieces and isinstance(self.dashboard, TerminalDashboard):
+            self.dashboard.clear()
+        for stream, text in pieces:
+            (write or self._write_to_cell)(stream, text)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every rank has ended.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most; no limit if left out.
+
+        Returns
+        -------
+        bool
+            Whether they have.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        on_main = threading.current_thread() is threading.main_thread()
+        write = notebook.write_plain if on_main and self.spec.block else None
+        while True:
+            left = _TICK if until is None else min(_TICK, until - time.monotonic())
+            if self._supervisor.finished.is_set() or left <= 0:
+                break
+            if not self.spec.block:
+                self._supervisor.finished.wait(left)
+            elif self._arrived.wait(left):
+                self._arrived.clear()
+                self._pour(write)
+        ended = self._supervisor.finished.is_set()
+        if ended:
+            self._settle(write)
+        return ended
+
+    def results(self) -> list[Any]:
+        """Wait for the ranks and return what each returned, in rank order.
+
+        Raises
+        ------
+        RankError
+            A rank failed.
+        LaunchTimeoutError, LaunchStoppedError, ShippingError
+            There are no results for another reason.
+        KeyboardInterrupt
+            The launch was interrupted.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return [self._results[rank] for rank in range(self.spec.num_processes)]
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank. One that does not unwind within 2 s is ended; twice: at once."""
+        self._supervisor.interrupt()
+
+    def stop(self, grace: float = 0.3) -> None:
+        """End the launch.
+
+        Parameters
+        ----------
+        grace : float
+            Seconds that ranks have to unwind (``finally`` blocks, context managers) before they are ended.
+        """
+        self._supervisor.stop(grace)
+
+    @property
+    def ranks(self) -> list[RankInfo]:
+        """Every rank: its process, and what it last wrote on the board."""
+        snapshots, _ = self._look()
+        states = list(self._supervisor.ranks)
+        return [
+            RankInfo(s.rank, s.pid, s.rank < len(states) and not states[s.rank].ended, _exitcode(states, s.rank), s)
+            for s in snapshots
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended."""
+        return self._supervisor.finished.is_set()
+
+    def logs(self, rank: int) -> str:
+        """What a rank has printed: its last 20,000 lines, both streams.
+
+        Raises
+        ------
+        IndexError
+            There is no such rank.
+        """
+        if not 0 <= rank < self.spec.num_processes:
+            raise IndexError(f"rank {rank}: this launch has ranks 0 to {self.spec.num_processes - 1}")
+        return self._output.logs(rank)
+
+    def __repr__(self) -> str:
+        state = "running"
+        if self.done:
+            state = "finished" if self._error is None else f"ended by {type(self._error).__name__}"
+        return f"<Launch of {self.spec.title} on {self.spec.num_processes} ranks, {self.start_method}, {state}>"
+
+    def _settle(self, write: notebook.Writer | None = None) -> None:
+        """Once all ranks have ended: the results or the error, the last output, the last picture. Done once."""
+        with self._settled:
+            if self._is_settled:
+                return
+            self._supervisor.join()
+            self._pour(write)
+            if self._final is None:
+                self._final, self._final_now = self._look()
+            self._unpack_results()
+            self._error = self._find_error()
+            self._warn_of_late_deaths(write)
+            self._board.close()
+            self._listener.close()
+            _live.discard(self)
+            self._finish_dashboard()
+            self._is_settled = True
+
+    def _unpack_results(self) -> None:
+        for state in self._supervisor.ranks:
+            if not isinstance(state.message, Result):
+                continue
+            rank = state.handle.rank
+            try:
+                self._results[rank] = unpack_result(state.message.data)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a user's __setstate__ may raise anything
+                self._error = unsendable_error(rank, "result", f"{type(error).__name__}: {error}", {})
+
+    def _find_error(self) -> BaseException | None:
+        supervisor = self._supervisor
+        if supervisor.start_error is not None:
+            return supervisor.start_error
+        if supervisor.cause is not None:
+            assert self._final is not None
+            return rank_error(
+                supervisor.cause,
+                self._final,
+                self._final_now,
+                self.cells,
+                self._output.tail(supervisor.cause.rank),
+                self._results,
+                supervisor.endings,
+            )
+        if supervisor.stopped_by == "timeout":
+            return LaunchTimeoutError(self._said_failure)
+        if supervisor.stopped_by == "interrupted":
+            return KeyboardInterrupt()
+        if supervisor.stopped_by == "stopped":
+            return LaunchStoppedError("the launch was stopped on request before its ranks were done")
+        for rank, message in supervisor.unsendable:
+            return unsendable_error(
+                rank, message.type_name, f"{message.report.type_name}: {message.report.message}", self._results
+            )
+        if self._error is not None:
+            self._error.results = dict(self._results)  # type: ignore[attr-defined]
+        return self._error
+
+    def _warn_of_late_deaths(self, write: notebook.Writer | None) -> None:
+        for rank, code in self._supervisor.late_deaths:
+            text = f"nbstate: rank {rank} was ended by {exit_name(code)} after its result had arrived\n"
+            (write or self._write_to_cell)("stderr", text)
+
+    def _finish_dashboard(self) -> None:
+        if self.dashboard is None:
+            return
+        error = self._error
+        if error is None:
+            self.dashboard.finish(self._view("finished"))
+        elif isinstance(error, KeyboardInterrupt):
+            self.dashboard.finish(self._view("interrupted", "interrupted"))
+        elif isinstance(error, LaunchStoppedError):
+            self.dashboard.finish(self._view("stopped", "stopped on request"))
+        else:
+            message = self._said_failure or f"{type(error).__name__}: {error}"
+            guilty = (error.rank,) if isinstance(error, RankError) else ()
+            self.dashboard.finish(self._view("failed", message, guilty=guilty))
+
+
+def _exitcode(states: list[Any], rank: int) -> int | None:
+    return states[rank].exitcode if rank < len(states) else None
+
+
+def last_launch() -> Launch | None:
+    """The newest launch of this kernel, or None."""
+    return _last[0] if _last else None
+
+
+def stop_all() -> None:
+    """End every launch that still runs; for the kernel's own end."""
+    for launch in list(_live):
+        launch.stop(grace=0.0)
+    for launch in list(_live):
+        launch.wait(timeout=5.0)

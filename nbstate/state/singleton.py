@@ -1,0 +1,97 @@
+"""One state behind any number of instances, that survives pickling and forking for what it is: a handle.
+
+Every instance of a class shares one dictionary as its ``__dict__``, so ``PartialState()`` in another cell, another
+module or another thread is the same state. What an instance carries is no data but the question "who am I here?", and
+that decides what happens at the borders of a process:
+
+* *Reset*: the shared dictionary is emptied, and every instance anywhere says so when it is read.
+* *Fork*: the child holds the parent's answer, which is wrong there. The rank's prologue calls ``reset_inherited()``;
+  from then on the first reading of any inherited instance builds the child's own state.
+* *Pickle*: an instance travels as its class alone. Read in another process it answers for that process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, ClassVar, TypeVar
+
+from nbstate.errors import StateNotBuiltError
+
+__all__ = ["SharedState", "building", "renew_lock"]
+
+_Self = TypeVar("_Self", bound="SharedState")
+
+_lock = threading.RLock()
+
+
+def building() -> threading.RLock:
+    """The one lock under which singletons are built and reset."""
+    return _lock
+
+
+def renew_lock() -> None:
+    """Replace the lock: in a forked child it may be held by a thread that was left behind."""
+    global _lock
+    _lock = threading.RLock()
+
+
+class SharedState:
+    """Base of the singletons.
+
+    A subclass gives its own ``_shared_state`` dictionary, and in ``_names`` every attribute that exists once it is
+    built.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _inherited: ClassVar[bool] = False
+    _names: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls: type[_Self], *args: Any, **kwargs: Any) -> _Self:
+        instance = super().__new__(cls)
+        instance.__dict__ = cls._shared_state
+        return instance
+
+    def __getattr__(self, name: str) -> Any:
+        cls = type(self)
+        if name not in cls._names:
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+        if cls._inherited and not cls._shared_state:
+            cls()
+            return getattr(self, name)
+        raise StateNotBuiltError(
+            f"{cls.__name__} was reset, so it has no {name!r} now; build it again with {cls.__name__}()"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) or NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __copy__(self: _Self) -> _Self:
+        return self
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _handle, (type(self), os.getpid())
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is built. Builds nothing."""
+        return bool(type(self)._shared_state)
+
+    @classmethod
+    def _forget(cls) -> None:
+        """Empty the state of a child that was forked: what it holds is its parent's."""
+        cls._shared_state.clear()
+        cls._inherited = True
+
+
+def _handle(cls: type[SharedState], born: int) -> SharedState:
+    """An instance that arrived by pickle."""
+    if born != os.getpid() and not cls._shared_state:
+        cls._inherited = True
+    return cls.__new__(cls)
