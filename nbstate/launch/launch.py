@@ -119,6 +119,17 @@ class Launch:
         _live.add(self)
         _last[:] = [self]
 
+    @property
+    def begun(self) -> bool:
+        """Whether the supervisor runs or has run."""
+        return self._supervisor.ident is not None
+
+    def abandon(self) -> None:
+        """Let go of everything; only for a launch that never began."""
+        self._board.close()
+        self._listener.close()
+        _live.discard(self)
+
     def begin(self) -> None:
         """Show the dashboard and start the ranks. Called once, by the launcher, on the thread of the cell."""
         self._show_dashboard()
@@ -172,9 +183,13 @@ class Launch:
         )
 
     def _look(self) -> tuple[list[RankSnapshot], int]:
-        if self._final is not None:
-            return self._final, self._final_now
-        return self._board.snapshot(), time.monotonic_ns()
+        if self._final is None:
+            try:
+                return self._board.snapshot(), time.monotonic_ns()
+            except ValueError:  # settled and closed in this very moment, by another thread
+                if self._final is None:
+                    raise
+        return self._final, self._final_now
 
     def _failed(self, cause: Ending | None) -> None:
         """Keep the board as it was when the launch failed, before the other ranks are ended."""

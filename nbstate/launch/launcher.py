@@ -164,7 +164,12 @@ def _run_to_the_end(launch: Launch) -> list[Any]:
     interrupted = False
     try:
         launch.begin()
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not launch.begun:
+            launch.abandon()
+            raise
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         interrupted = True
         launch.interrupt()
     while not launch.done or not interrupted:

@@ -35,7 +35,8 @@ import socket
 import sys
 import time
 import weakref
-from typing import Final, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -183,22 +184,13 @@ def _settle(plan: RankPlan) -> None:
 
 def _run(plan: RankPlan) -> Message:
     try:
-        if plan.direct is not None:
-            function, args, kwargs = plan.direct
-        else:
-            assert plan.payload is not None
-            function, args, kwargs = unpack(plan.payload)
+        function, args, kwargs = _call_of(plan)
         probe.phase(Phase.RUNNING)
-        result = function(*args, **kwargs)
+        result = _returned(function, args, kwargs)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         probe.phase(Phase.STOPPED)
         return Interrupted()
-    except SystemExit as error:
-        if error.code in (None, 0):
-            return Result(pack_result(None))
-        probe.phase(Phase.FAILED)
-        return Error(describe(error))
     except BaseException as error:
         probe.phase(Phase.FAILED)
         return Error(describe(error))
@@ -208,6 +200,23 @@ def _run(plan: RankPlan) -> Message:
         return Result(pack_result(result))
     except BaseException as error:  # a user's __reduce__ may raise anything
         return Unsendable(type(result).__name__, describe(error))
+
+
+def _call_of(plan: RankPlan) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    if plan.direct is not None:
+        return plan.direct
+    assert plan.payload is not None
+    return unpack(plan.payload)
+
+
+def _returned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the function returns; ``sys.exit()`` and ``sys.exit(0)`` count as a plain return."""
+    try:
+        return function(*args, **kwargs)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return None
+        raise
 
 
 def _leave(message: Message, control: int) -> int:

@@ -109,9 +109,7 @@ class Supervisor(threading.Thread):
         self._all_said_at: float | None = None
         self._decided = False
         self._wake_lock = threading.Lock()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        self._selector = selectors.DefaultSelector()
+        self._wake_read = self._wake_write = -1
 
     def interrupt(self) -> None:
         """KeyboardInterrupt in every rank; one that does not answer within 2 s is ended. Again: ended at once."""
@@ -130,6 +128,10 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Live from the first rank's start to the last one's end."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        with self._wake_lock:
+            self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._selector = selectors.DefaultSelector()
         try:
             self._start_ranks()
             while not all(state.ended for state in self.ranks):
@@ -284,6 +286,9 @@ class Supervisor(threading.Thread):
         waited = time.monotonic() - min(ending.at for ending in self.endings)
         everyone_done = all(state.done for state in self.ranks)
         if cause.blame > Blame.DIED and waited < _WAIT_FOR_CAUSE and not everyone_done:
+            return
+        if cause.blame is Blame.INTERRUPTED and len(self.endings) == len(self.ranks):
+            self.stopped_by = "interrupted"  # the whole process group was, as by a front end's Interrupt
             return
         self.cause, self._decided = cause, True
         self._on_failure(cause)

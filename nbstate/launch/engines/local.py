@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import multiprocess
 
+from nbstate.errors import LaunchError
 from nbstate.launch import bootstrap
 from nbstate.launch.engines.base import RankHandle
 from nbstate.launch.plan import Fd, RankPlan
@@ -168,11 +169,15 @@ class LocalEngine:
         try:
             with _lean_start():
                 process.start()
-        except BaseException:
+        except BaseException as error:
             os.close(out_read)
             os.close(err_read)
             ours.close()
-            raise
+            if not isinstance(error, (EOFError, OSError)):
+                raise
+            raise LaunchError(
+                f"rank {plan.rank} could not be started by {self.start_method}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             os.close(out_write)
             os.close(err_write)

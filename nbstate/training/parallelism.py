@@ -1,0 +1,145 @@
+"""How a model is spread over ranks: data parallel now, with room for what shards it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from nbstate.state import ParallelismConfig, PartialState
+from nbstate.training.handlers import DistributedDataParallelKwargs
+from nbstate.training.precision import unwrap_forward
+
+__all__ = ["Unsynchronised", "check_parallelism", "extract_model_from_parallel", "trigger_sync", "wrap_model"]
+
+_SERVED_LATER: Final = {
+    "dp_shard": "sharding of parameters (FSDP)",
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "sp": "sequence parallelism",
+}
+
+
+def check_parallelism(config: ParallelismConfig | None) -> None:
+    """Refuse axes of a layout that no model can be spread over yet."""
+    if config is None:
+        return
+    for axis, feature in _SERVED_LATER.items():
+        if config.sizes[axis] > 1:
+            raise NotImplementedError(
+                f"Accelerator(parallelism_config=...) with {axis}_size > 1: {feature} is not served yet."
+            )
+
+
+def wrap_model(
+    model: torch.nn.Module, state: PartialState, handler: DistributedDataParallelKwargs | None
+) -> torch.nn.Module:
+    """Wrap a model so that its gradients are averaged over ranks.
+
+    One that is wrapped already, that has nothing to train, or that runs alone is handed back as it is.
+    """
+    if state.num_processes == 1 or isinstance(model, DistributedDataParallel):
+        return model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    arguments = handler.to_kwargs() if handler else {}
+    if state.device.type in ("cpu", "mps", "xla"):
+        ids = None
+    else:
+        ids = [state.device.index if state.device.index is not None else state.local_process_index]
+    wrapped = DistributedDataParallel(model, device_ids=ids, **arguments)
+    if handler is not None:
+        handler.register_comm_hook(wrapped)
+    return wrapped
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> torch.nn.Module:
+    """The user's own model, out of what it was wrapped in.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Wrapped or not.
+    keep_fp32_wrapper : bool
+        Keep the forward that computes in the mixed precision and returns float32.
+    keep_torch_compile : bool
+        Hand a compiled model back compiled.
+    recursive : bool
+        Also unwrap the model's children.
+    """
+    compiled = None
+    if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+        compiled, model = model, model._orig_mod  # type: ignore[assignment]
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    if recursive:
+        for name, child in model.named_children():
+            setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive))
+    if not keep_fp32_wrapper:
+        unwrap_forward(model)
+    if compiled is None or not keep_torch_compile:
+        return model
+    compiled._orig_mod = model
+    return compiled
+
+
+class Unsynchronised:
+    """A context in which backward passes leave gradients on their own rank.
+
+    Stands on the hot path of every accumulated step, so it is a class that touches one flag of DDP (what DDP's own
+    ``no_sync`` does) instead of a stack of generators.
+    """
+
+    __slots__ = ("_entered", "_flags", "_models")
+
+    def __init__(self, models: tuple[Any, ...]) -> None:
+        self._models = models
+        self._flags: list[tuple[DistributedDataParallel, bool]] = []
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        for model in self._models:
+            # A compiled DDP is DDP inside.
+            inner = model if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+            if isinstance(inner, DistributedDataParallel):
+                self._flags.append((inner, inner.require_backward_grad_sync))
+                inner.require_backward_grad_sync = False
+            elif hasattr(model, "no_sync"):
+                context = model.no_sync()
+                context.__enter__()
+                self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for model, flag in self._flags:
+            model.require_backward_grad_sync = flag
+        self._flags.clear()
+        while self._entered:
+            self._entered.pop().__exit__(kind, error, trace)
+
+
+class trigger_sync:  # noqa: N801 - used as a function
+    """A context in which the next backward synchronises gradients although its forward ran without."""
+
+    __slots__ = ("_model", "_saved")
+
+    def __init__(self, model: Any) -> None:
+        self._model = model if isinstance(model, DistributedDataParallel) else None
+
+    def __enter__(self) -> None:
+        model = self._model
+        if model is None:
+            return
+        self._saved = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # The reducer prepares itself in a forward that synchronises; there was none.
+        model.reducer.prepare_for_backward([])
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            self._model.require_backward_grad_sync, self._model.require_forward_param_sync = self._saved
