@@ -30,9 +30,20 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernel() -> Iterator[RealKernel]:
-    """A real Jupyter kernel in a process of its own."""
+def own_kernel() -> Iterator[RealKernel]:
+    """A fresh Jupyter kernel in a process of its own, for a test that kills or changes it."""
     with RealKernel() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[RealKernel]:
+    """A real Jupyter kernel that the tests of one module share, with nbstate imported and its helpers warm."""
+    with RealKernel() as running:
+        running.good(
+            "import functools, os, sys, time\nimport torch, nbstate\nfrom nbstate import notebook_launcher, PartialState\n"
+            "notebook_launcher(lambda: None, num_processes=1, start_method='forkserver', dashboard=False)"
+        )
         yield running
 
 

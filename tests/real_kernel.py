@@ -25,6 +25,8 @@ class Reply:
     error: str = ""
     traceback: str = ""
     displays: list[dict[str, Any]] = field(default_factory=list)
+    number: int = 0
+    """n of In[n]."""
     seconds: float = 0.0
 
     @property
@@ -97,6 +99,8 @@ class RealKernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 setattr(reply, content["name"], getattr(reply, content["name"]) + content["text"])
+            elif kind == "execute_input":
+                reply.number = content["execution_count"]
             elif kind in ("execute_result", "display_data", "update_display_data"):
                 reply.displays.append(content["data"])
             elif kind == "error":

@@ -22,6 +22,7 @@ import time
 __all__ = ["die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -33,9 +34,8 @@ def die_with_parent(parent: int | None = None) -> None:
         Pid that the parent must have; if it is another by now, the parent is gone and this process ends at once.
     """
     expected = os.getppid() if parent is None else parent
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(expected,), name="nbstate-lifeline", daemon=True).start()
     if os.getppid() != expected:

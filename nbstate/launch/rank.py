@@ -11,8 +11,8 @@ What does not work: to print through the inherited ``sys.stdout`` (136 of 150 ch
 What does, in this order:
 
 1. ``lifeline``: the rank dies with its parent (in ``bootstrap``, before torch is even imported);
-2. own pipes on descriptors 1 and 2, the null device on 0, new ``sys.stdout`` and ``sys.stderr`` on them, and every
-   other inherited descriptor closed;
+2. own pipes on descriptors 1 and 2, the null device on 0 and on every inherited socket and pipe, new ``sys.stdout``
+   and ``sys.stderr``;
 3. signals as a fresh process has them; SIGINT becomes one KeyboardInterrupt, not a storm. Until here it was blocked;
 4. environment, directory, path and torch threads as the kernel had them at the launch;
 5. the board, the probe, fresh singletons, and on rank 0 the store where ranks find each other;
@@ -27,11 +27,11 @@ import contextlib
 import faulthandler
 import gc
 import io
-import itertools
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -54,6 +54,10 @@ __all__ = ["live"]
 
 _INTERRUPT_AGAIN_AFTER: Final = 1.0  # seconds in which a second SIGINT is taken for an echo of the first
 _SOON: Final = 1.0  # seconds that a rank gives the others to be done, before it closes its connections
+
+
+# Kept, since to free what was inherited would copy every page that it lies on.
+_inherited_finalizers: object = None
 
 
 def live(plan: RankPlan) -> NoReturn:
@@ -93,7 +97,7 @@ def _own_descriptors(plan: RankPlan) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     if plan.forked_from_kernel:
-        _close_all_but(keep)
+        _blank_all_but(keep)
         _forget_the_kernel()
     else:
         for fd in (plan.stdout.fd, plan.stderr.fd, null):
@@ -119,15 +123,29 @@ def _replace_stream(fd: int, name: str) -> None:
             handler.stream = stream
 
 
-def _close_all_but(keep: set[int]) -> None:
-    edges = [2, *sorted(fd for fd in keep if fd > 2), os.sysconf("SC_OPEN_MAX")]
-    for low, high in itertools.pairwise(edges):
-        os.closerange(low + 1, high)
+def _blank_all_but(keep: set[int]) -> None:
+    """Put the null device on every inherited socket, pipe and event descriptor, which closes what was there.
+
+    To close them would free their numbers for this rank's own sockets, and objects that came with the fork still own
+    the numbers: a log handler that is closed at the end would close a connection of gloo's. Files and devices stay: a
+    file that the notebook opened works in the rank as well.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):
+        fd = int(name)
+        if fd <= 2 or fd == null or fd in keep:
+            continue
+        with contextlib.suppress(OSError):  # the listing's own
+            kind = stat.S_IFMT(os.fstat(fd).st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR, stat.S_IFBLK):
+                os.dup2(null, fd, inheritable=False)
+    os.close(null)
 
 
 def _forget_the_kernel() -> None:
     """Undo what a fork copied from the kernel and must not be used here."""
     gc.freeze()  # nothing of the kernel's is ever collected here: its finalizers would act on the kernel's things
+    gc.enable()  # the engine has disabled it for the fork
     for name in ("multiprocess", "multiprocessing"):
         _forget_helpers(name)
     if "IPython" in sys.modules:
@@ -138,7 +156,7 @@ def _forget_the_kernel() -> None:
 
 
 def _forget_helpers(package: str) -> None:
-    """The kernel's fork server and resource tracker are not ours; their descriptors are closed by now."""
+    """The kernel's fork server and resource tracker are not ours; their pipes are closed by now."""
     server = sys.modules.get(f"{package}.forkserver")
     if server is not None:
         server._forkserver.__init__()
@@ -166,8 +184,11 @@ def _fresh_signals() -> None:
 
 
 def _settle(plan: RankPlan) -> None:
-    os.environ.clear()
-    os.environ.update(plan.env)
+    for name in os.environ.keys() - plan.env.keys():
+        del os.environ[name]
+    for name, value in plan.env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     with contextlib.suppress(OSError):
         os.chdir(plan.directory)
     sys.path[:] = plan.path
@@ -177,7 +198,9 @@ def _settle(plan: RankPlan) -> None:
     # Only what the user's code registers from here on is run at the rank's end. What was registered before belongs
     # to the process that this one came from, or to libraries that clean up what os._exit leaves to the system.
     atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    global _inherited_finalizers
+    _inherited_finalizers = weakref.finalize._registry  # type: ignore[attr-defined]
+    weakref.finalize._registry = {}  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     atexit.register(logging.shutdown)
 
@@ -220,18 +243,23 @@ def _returned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _leave(message: Message, control: int) -> int:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        logging.shutdown()
-    failed = not isinstance(message, Result)
+    _flush()
     _send(control, message)
-    if failed:
+    if not isinstance(message, Result):
+        logging.shutdown()
         return 1
     probe.phase(Phase.FINISHED)
     atexit._run_exitfuncs()
     _wait_for_permission(control)
     return 0
+
+
+def _flush() -> None:
+    """Let everything that was printed or logged be on its way before the last word is."""
+    streams = [sys.stdout, sys.stderr, *(reference() for reference in logging._handlerList)]  # type: ignore[attr-defined]
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _send(control: int, message: Message) -> None:

@@ -146,9 +146,23 @@ def _install_calls(state: _Installed) -> None:
         _add_traceable(bare, wrapper)
 
 
+@functools.cache
 def _position(function: Callable[..., Any], argument: str) -> int:
     parameters = list(inspect.signature(function).parameters)
     return parameters.index(argument) if argument in parameters else _ABSENT
+
+
+def _learn_positions() -> None:
+    """Read the signatures once, where this module is imported, and not again in every rank that is forked there."""
+    for name in (*_BARRIERS, *_CALLS):
+        bare = getattr(dist, name, None)
+        if bare is not None:
+            _position(bare, "group")
+            if name in _CALLS:
+                _position(bare, _CALLS[name].payload)
+
+
+_learn_positions()
 
 
 def _wrap_call(bare: Callable[..., Any], name: str, call: _Call) -> Callable[..., Any]:

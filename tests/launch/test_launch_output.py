@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +68,34 @@ def test_whatever_way_a_rank_prints_it_arrives_with_its_rank(capsys: pytest.Capt
             assert f"[{rank}] {text}\n" in captured.out
         for text in ("to stderr", "a log handler from before"):
             assert f"[{rank}] {text}\n" in captured.err
+
+
+def test_a_file_that_the_kernel_opened_can_be_written_by_a_forked_rank(tmp_path: Path) -> None:
+    to_file = logging.FileHandler(tmp_path / "log")
+
+    def logs() -> None:
+        logger.addHandler(to_file)
+        logger.warning("rank %s", os.environ["RANK"])
+
+    notebook_launcher(logs, num_processes=2, start_method="fork")
+    to_file.close()
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["rank 0", "rank 1"]
+
+
+def sockets() -> list[str]:
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [target.split(":")[0] for target in targets if target.startswith("socket")]
+
+
+def test_a_forked_rank_holds_no_socket_but_its_own(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        # one: its control channel; rank 0 has the store's listener and connection to itself besides
+        assert notebook_launcher(sockets, num_processes=2, start_method="fork")[1] == ["socket"]
 
 
 def test_the_prefix_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,3 +257,9 @@ def test_ranks_listen_on_loopback_only() -> None:
 
     for addresses in notebook_launcher(listening, num_processes=2):
         assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_ranks_that_return_right_after_they_met_do_not_break_the_others(start_method: str) -> None:
+    for _ in range(2 if start_method == "spawn" else 15):
+        results = notebook_launcher(lambda: PartialState().process_index, num_processes=4, start_method=start_method)
+        assert results == [0, 1, 2, 3]
