@@ -93,6 +93,10 @@ class StructureError(NbstateError, TypeError):
 class LaunchError(NbstateError, RuntimeError):
     """Root of what can go wrong between one cell and N ranks."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Tell IPython what to print: the text alone, since none of nbstate's own frames would help a reader."""
+        return [f"{type(self).__name__}: {line}" if i == 0 else line for i, line in enumerate(str(self).splitlines())]
+
 
 class NestedLaunchError(LaunchError):
     """A launch was asked for inside a rank."""
@@ -154,7 +158,3 @@ class RankError(LaunchError):
         self.others = dict(others or {})
         self.log_tail = tuple(log_tail)
         self.results = dict(results or {})
-
-    def _render_traceback_(self) -> list[str]:
-        """Tell IPython what to print: the text alone, since none of nbstate's own frames would help a reader."""
-        return [f"{type(self).__name__}: {line}" if i == 0 else line for i, line in enumerate(str(self).splitlines())]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
+import argparse
 import atexit
-import builtins
-import html
-import sys
-from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from IPython.core.error import UsageError
@@ -17,12 +13,37 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from nbstate._version import __version__
+from nbstate.errors import ArgumentTypeError, ArgumentValueError
 from nbstate.launch.engines.local import warm_forkserver
-from nbstate.launch.launcher import last_launch, notebook_launcher, stop_all
-from nbstate.launch.shipping import install_sources
+from nbstate.launch.launch import last_launch, stop_all
+from nbstate.launch.launcher import notebook_launcher
+from nbstate.launch.notebook import current_cell
+from nbstate.launch.spec import PRECISIONS, START_METHODS
+from nbstate.session.cell import cell_function
 from nbstate.state import DEVICE_KINDS, AcceleratorState, GradientState, PartialState, device_count
+from nbstate.state.html import render_card
 
-__all__ = ["NbstateMagics", "load", "unload"]
+__all__ = ["NbstateMagics", "Overview", "load", "unload"]
+
+_STEPS_VARIABLE: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def _count(text: str) -> int:
+    """An option's value that is a whole number from 1 up."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """An option's value that is a time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 @magics_class
@@ -32,117 +53,108 @@ class NbstateMagics(Magics):  # type: ignore[misc]
     @magic_arguments()
     @line_magic
     def nbstate(self, line: str) -> None:
-        """Show this kernel's states, its devices, and the last launch."""
+        """Show this kernel's states, its devices, and the last launch. It builds no state that is not there."""
         parse_argstring(self.nbstate, line)
         display(Overview())
 
     @magic_arguments()
     @argument(
-        "-n", "--num-processes", type=int, default=None, help="Number of ranks (default: one per accelerator, else 2)."
+        "-n",
+        "--num-processes",
+        type=_count,
+        metavar="N",
+        help="How many ranks. Left out: one per accelerator, or 2 where there is none.",
     )
-    @argument("--device", default="auto", help="Device kind, such as cpu or cuda (default: auto).")
-    @argument("--precision", default="no", help="no, fp16, bf16 or fp8 (default: no).")
+    @argument("--device", default="auto", choices=("auto", *DEVICE_KINDS), help="What the ranks compute on.")
+    @argument("--precision", default="no", choices=PRECISIONS, help="The mixed precision that the states say.")
     @argument(
-        "--accumulate", type=int, default=1, help="Gradient accumulation steps that an Accelerator in the cell takes."
+        "--accumulate", type=_count, metavar="STEPS", help="Gradient accumulation that an Accelerator() in it takes."
     )
-    @argument("--start-method", default="auto", help="auto, forkserver, fork or spawn (default: auto).")
-    @argument("--threads", type=int, default=None, help="torch threads per rank (default: the cores shared out).")
-    @argument("--timeout", type=float, default=None, help="Seconds that the launch may take (default: no limit).")
+    @argument("--start-method", default="auto", choices=START_METHODS, help="How a rank's process comes to be.")
+    @argument("--threads", type=_count, metavar="N", help="torch's threads in each rank. Left out: the cores shared.")
+    @argument("--timeout", type=_seconds, metavar="SECONDS", help="How long the launch may take. Left out: no limit.")
     @argument("--no-dashboard", action="store_true", help="Do not show the dashboard.")
     @cell_magic
     def launch(self, line: str, cell: str) -> None:
         """Run the cell's body in N ranks.
 
-        Names of the notebook that the cell uses are visible in it, by value: the ranks work on copies, and what they
-        assign stays with them. The value of the cell's last expression in each rank comes back, in rank order, as
-        the variable ``results``.
+        The cell sees the notebook's names by value: each rank works on copies, and what it assigns stays with it.
+        The value of the cell's last expression comes back from each rank, as the list ``results`` in rank order
+        (None where the cell does not end in an expression).
 
-        ::
+        Magics and ``!commands`` do not work in it: a rank has no IPython.
+
+        Example::
 
             %%launch -n 2
             state = nbstate.PartialState()
             state.process_index * 10
+
+        and then ``results`` is ``[0, 10]``.
         """
         options = parse_argstring(self.launch, line)
-        if options.accumulate < 1:
-            raise UsageError(f"--accumulate must be 1 or more; got {options.accumulate}")
-        source = "\n" + self.shell.transform_cell(cell)  # the magic's own line is line 1 of the notebook's cell
-        filename = self.shell.compile.cache(source, self.shell.execution_count, raw_code=source)
-        self.shell.user_ns["results"] = notebook_launcher(
-            launched_cell,
-            (source, filename),
-            kwargs=_names_for(source, self.shell),
-            num_processes=options.num_processes,
-            mixed_precision=options.precision,
-            device=options.device,
-            start_method=options.start_method,
-            threads_per_rank=options.threads,
-            timeout=options.timeout,
-            dashboard=False if options.no_dashboard else "auto",
-            env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(options.accumulate)} if options.accumulate > 1 else None,
-        )
+        source = self._plain_python(line, cell)
+        number = self._cell_number()
+        filename = self.shell.compile.cache(source, number, raw_code=source)
+        try:
+            function, args = cell_function(
+                source, filename, self.shell.user_ns, self.shell.user_ns_hidden, self.shell.compile.flags
+            )
+        except SyntaxError as error:
+            wrong = f": {error.text.strip()}" if error.text else ""
+            raise UsageError(f"%%launch: {error.msg} (In[{number}], line {error.lineno}){wrong}") from None
+        try:
+            self.shell.user_ns["results"] = notebook_launcher(
+                function,
+                args,
+                num_processes=options.num_processes,
+                mixed_precision=options.precision,
+                device=options.device,
+                start_method=options.start_method,
+                threads_per_rank=options.threads,
+                timeout=options.timeout,
+                dashboard=False if options.no_dashboard else "auto",
+                env={} if options.accumulate is None else {_STEPS_VARIABLE: str(options.accumulate)},
+            )
+        except (ArgumentValueError, ArgumentTypeError) as error:  # such as more ranks than devices
+            raise UsageError(str(error)) from None
 
+    def _cell_number(self) -> int:
+        """The number of the cell that runs now."""
+        shown = current_cell()
+        return int(shown.strip("In[]")) if shown else int(self.shell.execution_count)
 
-def _names_for(source: str, shell: Any) -> dict[str, Any]:
-    """The notebook's names that a cell mentions; IPython's own (``In``, ``get_ipython``) are left out."""
-    mentioned = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    hidden = shell.user_ns_hidden
-    return {
-        name: value
-        for name, value in shell.user_ns.items()
-        if name in mentioned and not (name in hidden and hidden[name] is value)
-    }
-
-
-def launched_cell(source: str, filename: str, /, **names: Any) -> Any:
-    """Run a cell's body in a rank; returns the value of its last expression, or None.
-
-    Parameters
-    ----------
-    source : str
-        The body, as plain Python.
-    filename : str
-        What tracebacks call it.
-    names : object
-        What is visible in it.
-    """
-    install_sources({filename: source})
-    tree = ast.parse(source)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins, **names}
-    main = ModuleType("__main__")
-    main.__dict__.update(namespace)
-    sys.modules["__main__"] = main
-    exec(compile(tree, filename, "exec"), main.__dict__)
-    if not isinstance(last, ast.Expr):
-        return None
-    return eval(compile(ast.Expression(last.value), filename, "eval"), main.__dict__)
+    def _plain_python(self, line: str, cell: str) -> str:
+        """The cell with its magic as line 1, and a body without any IPython syntax."""
+        body: str = self.shell.transform_cell(cell)
+        if body.count("get_ipython()") > cell.count("get_ipython()"):
+            raise UsageError("%%launch: a rank has no IPython, so magics, !commands and help? do not work in its cell")
+        # IPython drops empty lines at the top; put back, they keep the notebook's line numbers true.
+        lines = cell.splitlines()
+        dropped = next((i for i, text in enumerate(lines) if text.strip()), 0)
+        return f"%%launch {line}".rstrip() + "\n" * (1 + dropped) + body
 
 
 class Overview:
     """This kernel's states and devices, and the last launch; what ``%nbstate`` shows."""
 
-    def rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> dict[str, str]:
         """Label and text of each line."""
-        rows = [("nbstate", __version__), ("torch", torch.__version__), ("devices", _devices())]
-        rows += [(cls.__name__, _one_line(cls)) for cls in (PartialState, AcceleratorState, GradientState)]
         launch = last_launch()
-        rows.append(("last launch", "none" if launch is None else repr(launch)[1:-1]))
-        return rows
+        return {
+            "torch": torch.__version__,
+            "devices": _devices(),
+            **{cls.__name__: _one_line(cls) for cls in (PartialState, AcceleratorState, GradientState)},
+            "last launch": "none" if launch is None else repr(launch).strip("<>").removeprefix("Launch of "),
+        }
 
     def __repr__(self) -> str:
-        rows = self.rows()
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+        rows = {"nbstate": __version__, **self.rows()}
+        width = max(map(len, rows))
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows.items())
 
     def _repr_html_(self) -> str:
-        style = "text-align:left;padding:2px 12px 2px 0;vertical-align:top"
-        cells = "".join(
-            f'<tr><th scope="row" style="{style}">{html.escape(label)}</th>'
-            f'<td style="{style}">{html.escape(text)}</td></tr>'
-            for label, text in self.rows()
-        )
-        return f"<table>{cells}</table>"
+        return render_card("nbstate", __version__, self.rows())
 
 
 def _devices() -> str:
@@ -150,11 +162,11 @@ def _devices() -> str:
     return ", ".join(found) or "no accelerator; the CPU"
 
 
-def _one_line(cls: type) -> str:
-    """A singleton's state in one line, without building it."""
-    if cls is not GradientState and not cls._shared_state:  # type: ignore[attr-defined]
-        return "not built yet"
-    return "; ".join(line.strip() for line in repr(cls()).splitlines() if line.strip())
+def _one_line(cls: type[PartialState | AcceleratorState | GradientState]) -> str:
+    """A singleton in one line. To look must not build it."""
+    if not cls._shared_state:
+        return "not built"
+    return repr(cls()).removeprefix(f"{cls.__name__}(").removesuffix(")")
 
 
 def load(shell: Any) -> None:
@@ -169,3 +181,4 @@ def unload(shell: Any) -> None:
     atexit.unregister(stop_all)
     for kind, name in (("line", "nbstate"), ("cell", "launch")):
         shell.magics_manager.magics[kind].pop(name, None)
+    shell.magics_manager.registry.pop(NbstateMagics.__name__, None)

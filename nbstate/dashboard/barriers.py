@@ -14,6 +14,7 @@ __all__ = ["Meeting", "OpenBarrier", "Straggler", "history", "newest_barrier", "
 
 SHOWN: Final = 6  # meetings in the history
 _ENOUGH: Final = 4  # fewer meetings than this say nothing about who is slow
+_WORTH_A_WORD: Final = 0.001  # seconds of spread: below, who came last is chance, and costs nobody anything
 
 
 class OpenBarrier(TypedDict):
@@ -117,13 +118,18 @@ def history(snapshots: Sequence[RankSnapshot], cells: Mapping[str, str], shown: 
     return meetings
 
 
-def straggler(meetings: Sequence[Meeting]) -> Straggler | None:
-    """The rank that was last in at least half of the shown barriers, if they are enough to tell."""
-    if len(meetings) < _ENOUGH:
+def straggler(meetings: Sequence[Meeting], world_size: int) -> Straggler | None:
+    """The rank with a habit of coming last, if there is one and the meetings are enough to tell.
+
+    By chance each rank is last in one of ``world_size``. A habit begins halfway between that and always. How long the
+    others waited weighs nothing: one long wait is in the table, a habit is what this line is for.
+    """
+    late = Counter(meeting["last"] for meeting in meetings if meeting["spread"] >= _WORTH_A_WORD)
+    if len(meetings) < _ENOUGH or not late:
         return None
-    # The spread weighs nothing here on purpose: one long wait is in the table, a habit is what this line is for.
-    ((rank, times),) = Counter(meeting["last"] for meeting in meetings).most_common(1)
-    return Straggler(rank=rank, times=times, of=len(meetings)) if 2 * times >= len(meetings) and times > 1 else None
+    ((rank, times),) = late.most_common(1)
+    habit = len(meetings) * (1 + 1 / world_size) / 2
+    return Straggler(rank=rank, times=times, of=len(meetings)) if times >= habit else None
 
 
 def _entry(snapshot: RankSnapshot, number: int) -> Barrier | None:

@@ -10,8 +10,8 @@ launch, and whoever draws works out the age. The page does it with its own clock
 travels beside each frame (see ``widget.py``), and ticks between frames. ``elapsed`` is None while the launch runs, and
 once it has ended the moment at which every clock stops.
 
-The one exception is the verdict, whose sentence may name a waiting time. It is asked for the moment of the last word on
-the board, or the last whole half second, whichever is later: a lasting trouble makes two frames a second, not ten.
+The verdict's sentence may name a waiting time too. There a frame has ``AGE``, and whoever draws puts the age in its
+place: the sentence and the barrier beside it then say the same, and a lasting trouble makes no message at all.
 """
 
 from __future__ import annotations
@@ -26,13 +26,23 @@ from nbstate.dashboard.ranks import Columns, build_columns
 from nbstate.telemetry.board import Phase, RankSnapshot
 from nbstate.telemetry.diagnosis import diagnose
 
-__all__ = ["Frame", "LaunchFacts", "LaunchView", "State", "VerdictLine", "build_frame", "seconds_after", "show_elapsed"]
+__all__ = [
+    "AGE",
+    "Frame",
+    "LaunchFacts",
+    "LaunchView",
+    "State",
+    "VerdictLine",
+    "build_frame",
+    "seconds_after",
+    "show_elapsed",
+]
 
 State = Literal["starting", "running", "finished", "failed", "interrupted", "stopped"]
 
 LIVE: Final = frozenset({"starting", "running"})
 TABLE_ROWS: Final = 32  # worlds larger than this are drawn as a heat map, without strips
-_HALF_SECOND: Final = 500_000_000
+AGE: Final = "{age}"  # what stands in a sentence for a waiting time
 _ACTIONS: Final = ("interrupt", "stop")
 _ENDINGS: Final = {"finished": "finished", "failed": "failed", "interrupted": "interrupted", "stopped": "stopped"}
 
@@ -95,11 +105,16 @@ class LaunchView:
 
 
 class VerdictLine(TypedDict):
-    """The sentence under the header, its kind, and the ranks it blames."""
+    """The sentence under the header, its kind, and the ranks it blames.
+
+    ``since``: seconds after the start of the launch; from then counts the age that takes the place of ``AGE`` in the
+    sentence. None if there is no such place.
+    """
 
     kind: str
     sentence: str
     ranks: list[int]
+    since: float | None
 
 
 class Frame(TypedDict):
@@ -144,7 +159,7 @@ def build_frame(facts: LaunchFacts, view: LaunchView) -> Frame:
     """
     snapshots = view.snapshots
     live = view.state in LIVE
-    verdict = _verdict_while_live(view) if live else _verdict_at_end(facts, view)
+    verdict = _verdict_while_live(facts, view) if live else _verdict_at_end(facts, view)
     meetings = history(snapshots, view.cells)
     return Frame(
         title=facts.title,
@@ -163,9 +178,10 @@ def build_frame(facts: LaunchFacts, view: LaunchView) -> Frame:
             kind=verdict["kind"],
             guilty=verdict["ranks"],
             strips=facts.world_size <= TABLE_ROWS,
+            ended=not live,
         ),
         history=meetings,
-        straggler=straggler(meetings),
+        straggler=straggler(meetings, facts.world_size),
         lines=pick_lines(view.lines, per_rank=facts.world_size <= TABLE_ROWS),
     )
 
@@ -177,11 +193,15 @@ def show_elapsed(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def _verdict_while_live(view: LaunchView) -> VerdictLine:
+def _verdict_while_live(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
     last_word = max((max(s.heartbeat, s.phase_since) for s in view.snapshots), default=0)
-    moment = max(last_word, view.now - view.now % _HALF_SECOND)
-    verdict = diagnose(view.snapshots, moment, view.cells)
-    return VerdictLine(kind=verdict.kind, sentence=verdict.sentence, ranks=list(verdict.ranks))
+    now = max(last_word, view.now)  # a rank may write after the kernel took the time
+    verdict = diagnose(view.snapshots, now, view.cells)
+    sentence, since = verdict.sentence, None
+    if verdict.since:
+        sentence = sentence.replace(f"{(now - verdict.since) / 1e9:.1f} s", AGE, 1)
+        since = seconds_after(facts.started, verdict.since)
+    return VerdictLine(kind=verdict.kind, sentence=sentence, ranks=list(verdict.ranks), since=since)
 
 
 def _verdict_at_end(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
@@ -190,4 +210,4 @@ def _verdict_at_end(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
     ranks: list[int] = []
     if view.state == "failed":
         ranks = list(view.guilty) or [s.rank for s in view.snapshots if s.phase is Phase.FAILED]
-    return VerdictLine(kind=view.state, sentence=sentence, ranks=ranks)
+    return VerdictLine(kind=view.state, sentence=sentence, ranks=ranks, since=None)

@@ -30,6 +30,8 @@ _PHASE_TEXT: Final = {
     Phase.STOPPED: "stopped",
 }
 _BLAMED: Final = frozenset({"late", "missing", "mismatch", "failed"})
+# Names that are longer than their columns.
+_SHORT: Final = {"init_process_group": "init group"}
 # In these a rank's time says nothing any more.
 _AT_REST: Final = frozenset({Phase.ABSENT, Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
@@ -77,6 +79,7 @@ def build_columns(
     kind: str,
     guilty: Sequence[int],
     strips: bool = True,
+    ended: bool = False,
 ) -> Columns:
     """Turn snapshots into columns.
 
@@ -92,6 +95,8 @@ def build_columns(
         The ranks the verdict blames.
     strips : bool
         Whether to fill in the strips of steps.
+    ended : bool
+        Whether the launch is over, so that what a rank last wrote is what it was doing when it was ended.
     """
     last = [_last(s, started) for s in snapshots]
     blamed = set(guilty) if kind in _BLAMED else set()
@@ -100,8 +105,8 @@ def build_columns(
         pid=[s.pid for s in snapshots],
         device=[s.device for s in snapshots],
         phase=[s.phase.name.lower() for s in snapshots],
-        phase_text=[_phase_text(s) for s in snapshots],
-        phase_since=[None if s.phase in _AT_REST else _after(started, s.phase_since) for s in snapshots],
+        phase_text=[_phase_text(s, ended) for s in snapshots],
+        phase_since=[None if ended or s.phase in _AT_REST else _after(started, s.phase_since) for s in snapshots],
         step=[s.step for s in snapshots],
         epoch=[s.epoch if s.flag(Flag.KNOWN) else None for s in snapshots],
         sync=[s.flag(Flag.SYNC_GRADIENTS) if s.flag(Flag.KNOWN) else None for s in snapshots],
@@ -151,12 +156,19 @@ def _after(started: int, moment: int) -> float | None:
     return max(0.0, round((moment - started) / 1e9, 3)) if moment else None
 
 
-def _phase_text(snapshot: RankSnapshot) -> str:
-    if snapshot.phase is Phase.BARRIER:
-        return f"barrier #{snapshot.barrier}"
-    if snapshot.phase is Phase.COLLECTIVE and snapshot.collective_name:
-        return f"in {snapshot.collective_name}"
-    return _PHASE_TEXT[snapshot.phase]
+def _phase_text(snapshot: RankSnapshot, ended: bool) -> str:
+    phase = snapshot.phase
+    if phase is Phase.BARRIER:
+        text = f"{'in ' if ended else ''}barrier #{snapshot.barrier}"
+    elif phase is Phase.COLLECTIVE and snapshot.collective_name:
+        text = f"in {_short(snapshot.collective_name)}"
+    else:
+        text = _PHASE_TEXT[phase]
+    return f"was {text}" if ended and phase not in _AT_REST else text
+
+
+def _short(collective: str) -> str:
+    return _SHORT.get(collective, collective)
 
 
 def _detail(snapshot: RankSnapshot) -> str:
@@ -181,7 +193,7 @@ def _last(snapshot: RankSnapshot, started: int) -> tuple[str, int, float | None,
         name, number = "barrier", snapshot.barrier
         entered, left = snapshot.barrier_entered, snapshot.barrier_left
     elif snapshot.collective_entered:
-        name, number = snapshot.collective_name, 0 if snapshot.collective_partial else snapshot.collective
+        name, number = _short(snapshot.collective_name), 0 if snapshot.collective_partial else snapshot.collective
         entered, left = snapshot.collective_entered, snapshot.collective_left
     else:
         return "", 0, None, None

@@ -13,9 +13,9 @@ from html import escape
 from typing import Final
 
 from nbstate.dashboard.lines import without_colours
-from nbstate.dashboard.model import TABLE_ROWS, Frame, show_elapsed
+from nbstate.dashboard.model import AGE, TABLE_ROWS, Frame, show_elapsed
 
-__all__ = ["PLAIN_TEXT", "SYMBOLS", "age", "frame_to_html", "frame_to_text"]
+__all__ = ["PLAIN_TEXT", "SYMBOLS", "age", "frame_to_html", "frame_to_text", "verdict_sentence"]
 
 PLAIN_TEXT: Final = "nbstate dashboard"
 
@@ -50,7 +50,7 @@ def frame_to_html(frame: Frame, now: float | None = None) -> str:
     at = _moment(frame, now)
     parts = [
         f"<p><strong>{escape(frame['title'])}</strong> <small>{escape(_facts(frame, at))}</small></p>",
-        f"<p>{_verdict_html(frame)}</p>",
+        f"<p>{_verdict_html(frame, at)}</p>",
         _barrier_html(frame, at),
         _ranks_html(frame, at),
         _history_html(frame),
@@ -62,8 +62,8 @@ def frame_to_html(frame: Frame, now: float | None = None) -> str:
 def frame_to_text(frame: Frame, now: float | None = None) -> str:
     """The same picture for a terminal or a log; parameters as ``frame_to_html``."""
     at = _moment(frame, now)
-    verdict = frame["verdict"]
-    rows = [f"{frame['title']}  {_facts(frame, at)}", f"{SYMBOLS.get(verdict['kind'], '?')} {verdict['sentence']}"]
+    symbol = SYMBOLS.get(frame["verdict"]["kind"], "?")
+    rows = [f"{frame['title']}  {_facts(frame, at)}", f"{symbol} {verdict_sentence(frame, at)}"]
     if frame["barrier"] is not None:
         rows.append(_barrier_words(frame, at))
     if frame["world_size"] <= TABLE_ROWS:
@@ -83,6 +83,15 @@ def age(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else show_elapsed(seconds)
 
 
+def verdict_sentence(frame: Frame, now: float | None = None) -> str:
+    """The verdict's sentence with its waiting time, if it has one, as of ``now``; "some time" where that is unknown."""
+    verdict = frame["verdict"]
+    if verdict["since"] is None:
+        return verdict["sentence"]
+    waited = "some time" if now is None else age(max(0.0, now - verdict["since"]))
+    return verdict["sentence"].replace(AGE, waited, 1)
+
+
 _HEADINGS: Final = ("rank", "device", "phase", "step", "epoch", "gradients", "last steps", "last collective", "memory")
 
 
@@ -98,8 +107,8 @@ def _facts(frame: Frame, at: float | None) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _verdict_html(frame: Frame) -> str:
-    kind, sentence = frame["verdict"]["kind"], frame["verdict"]["sentence"]
+def _verdict_html(frame: Frame, at: float | None) -> str:
+    kind, sentence = frame["verdict"]["kind"], verdict_sentence(frame, at)
     word = "" if sentence.lower().startswith(kind) else f" {escape(kind)}"
     return f"<strong>{SYMBOLS.get(kind, '?')}{word}</strong> {escape(sentence)}"
 

@@ -12,7 +12,7 @@ from typing import Final, TextIO
 
 from nbstate.dashboard.lines import clean_line, without_colours
 from nbstate.dashboard.model import LaunchFacts, LaunchView, build_frame, seconds_after, show_elapsed
-from nbstate.dashboard.snapshot import SYMBOLS
+from nbstate.dashboard.snapshot import SYMBOLS, verdict_sentence
 
 __all__ = ["TerminalDashboard", "terminal_available"]
 
@@ -95,10 +95,10 @@ class TerminalDashboard:
 
     def _line(self, view: LaunchView) -> str:
         frame = build_frame(self.facts, view)
-        verdict = frame["verdict"]
+        symbol = SYMBOLS.get(frame["verdict"]["kind"], "?")
+        now = seconds_after(self.facts.started, view.now)
         size = f"{frame['world_size']} rank{'s' if frame['world_size'] != 1 else ''}"
-        elapsed = show_elapsed(seconds_after(self.facts.started, view.now))
-        words = f"{frame['title']} · {size} · {elapsed}  {SYMBOLS.get(verdict['kind'], '?')} {verdict['sentence']}"
+        words = f"{frame['title']} · {size} · {show_elapsed(now)}  {symbol} {verdict_sentence(frame, now)}"
         line = without_colours(clean_line(words.splitlines()[0]))
         # One column stays free: a terminal that wraps could not take the line back.
         room = shutil.get_terminal_size().columns - 1

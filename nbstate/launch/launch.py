@@ -301,7 +301,8 @@ class Launch:
         state = "running"
         if self.done:
             state = "finished" if self._error is None else f"ended by {type(self._error).__name__}"
-        return f"<Launch of {self.spec.title} on {self.spec.num_processes} ranks, {self.start_method}, {state}>"
+        ranks = "1 rank" if self.spec.num_processes == 1 else f"{self.spec.num_processes} ranks"
+        return f"<Launch of {self.spec.title} on {ranks}, {self.start_method}, {state}>"
 
     def _settle(self, write: notebook.Writer | None = None) -> None:
         """Once all ranks have ended: the results or the error, the last output, the last picture. Done once."""
@@ -374,9 +375,9 @@ class Launch:
         if error is None:
             self.dashboard.finish(self._view("finished"))
         elif isinstance(error, KeyboardInterrupt):
-            self.dashboard.finish(self._view("interrupted", "interrupted"))
+            self.dashboard.finish(self._view("interrupted"))
         elif isinstance(error, LaunchStoppedError):
-            self.dashboard.finish(self._view("stopped", "stopped on request"))
+            self.dashboard.finish(self._view("stopped"))
         else:
             message = self._said_failure or f"{type(error).__name__}: {error}"
             guilty = (error.rank,) if isinstance(error, RankError) else ()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbstate.errors import LaunchError, NestedLaunchError
+from nbstate.errors import ArgumentTypeError, ArgumentValueError, LaunchError, NestedLaunchError
 from nbstate.launch.launch import Launch
 from nbstate.launch.preflight import choose_start_method
 from nbstate.launch.spec import LaunchSpec
@@ -116,36 +116,40 @@ def notebook_launcher(
     >>> notebook_launcher(train, (10,), num_processes=2, dashboard=False)
     [0, 10]
     """
+    __tracebackhide__ = True  # its 24 arguments would be all that IPython shows
     if probe.attached() or "NBSTATE_LAUNCH" in os.environ:
         raise NestedLaunchError(
             f"rank {os.environ.get('RANK', '?')} asked for a launch; only the notebook itself can launch ranks"
         )
-    spec = LaunchSpec.check(
-        function,
-        args,
-        num_processes,
-        mixed_precision,
-        use_port,
-        master_addr,
-        node_rank,
-        num_nodes,
-        rdzv_backend,
-        rdzv_endpoint,
-        rdzv_conf,
-        rdzv_id,
-        max_restarts,
-        monitor_interval,
-        log_line_prefix_template,
-        kwargs=kwargs,
-        device=device,
-        start_method=start_method,
-        threads_per_rank=threads_per_rank,
-        timeout=timeout,
-        dashboard=dashboard,
-        block=block,
-        env=env,
-        engine=engine,
-    )
+    try:
+        spec = LaunchSpec.check(
+            function,
+            args,
+            num_processes,
+            mixed_precision,
+            use_port,
+            master_addr,
+            node_rank,
+            num_nodes,
+            rdzv_backend,
+            rdzv_endpoint,
+            rdzv_conf,
+            rdzv_id,
+            max_restarts,
+            monitor_interval,
+            log_line_prefix_template,
+            kwargs=kwargs,
+            device=device,
+            start_method=start_method,
+            threads_per_rank=threads_per_rank,
+            timeout=timeout,
+            dashboard=dashboard,
+            block=block,
+            env=env,
+            engine=engine,
+        )
+    except (ArgumentTypeError, ArgumentValueError, NotImplementedError) as error:
+        raise error.with_traceback(None) from None  # where in our checks it was found helps nobody
     choice = choose_start_method(spec.start_method, spec.function, spec.args, spec.kwargs)
     _flush()
     for note in (*spec.notes, choice.note):
@@ -161,6 +165,7 @@ def notebook_launcher(
 
 def _run_to_the_end(launch: Launch) -> list[Any]:
     """Wait on the caller's thread; an interrupt ends the ranks, a second one ends them faster."""
+    __tracebackhide__ = True
     interrupted = False
     try:
         launch.begin()

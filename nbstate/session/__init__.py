@@ -1,1 +1,1 @@
-"""Floor 4: ranks that stay, so that cells can run on them. Empty in this version; the floor keeps its place."""
+"""Floor 4: cells that run on ranks. In this version a cell's ranks end with it; ranks that stay will stand here too."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal
 
@@ -52,11 +52,14 @@ class Verdict:
         For a person, without a full stop.
     ranks : tuple of int
         The ranks it is about: the guilty ones. Empty when nobody is.
+    since : int
+        ``time.monotonic_ns()`` of the moment from which the seconds in the sentence count; 0 if it names none.
     """
 
     kind: Kind
     sentence: str
     ranks: tuple[int, ...] = ()
+    since: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,14 @@ class World:
         """Operations of the whole world in which ranks wait now, those that came first first."""
         waiting = (op for op in self.operations.values() if op.waiting and op.place)
         return tuple(sorted(waiting, key=lambda op: (op.entered, op.rank)))
+
+    @cached_property
+    def meetings(self) -> Mapping[int, Mapping[str, Sequence[Operation]]]:
+        """The last operations of all ranks, by place and then by name: more than one name at a place is a mismatch."""
+        found: dict[int, dict[str, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+        for op in self.operations.values():
+            found[op.place][op.name].append(op)
+        return found
 
     def phased(self, *phases: Phase) -> tuple[RankSnapshot, ...]:
         """The ranks in one of these phases."""
@@ -204,30 +215,26 @@ def find_finished(world: World) -> Verdict | None:
 
 def find_missing(world: World) -> Verdict | None:
     """Ranks wait in an operation that others, whose function has returned, never came to and never will."""
-    for operation in world.open:
-        gone = tuple(s for s in world.snapshots if s.phase in _RETURNED and _place(s) < operation.place)
-        if not gone:
-            continue
-        waiters = [op for op in world.open if op.place == operation.place]
-        have = "has" if len(gone) == 1 else "have"
-        sentence = f"{_waiters(waiters)}, but {name_ranks(s.rank for s in gone)} {have} finished without it"
-        elsewhere = [s for s in world.snapshots if s.phase in _UP and _place(s) < operation.place]
-        if elsewhere:
-            sentence += f"; {_doings(elsewhere, world)}"
-        return Verdict("missing", sentence, tuple(s.rank for s in gone))
-    return None
+    returned = world.phased(*_RETURNED)
+    lowest = min(map(_place, returned), default=0)
+    operation = next((op for op in world.open if op.place > lowest), None)
+    if not returned or operation is None:
+        return None
+    gone = tuple(s for s in returned if _place(s) < operation.place)
+    waiters = [op for op in world.open if op.place == operation.place]
+    have = "has" if len(gone) == 1 else "have"
+    sentence = f"{_waiters(waiters)}, but {name_ranks(s.rank for s in gone)} {have} finished without it"
+    elsewhere = [s for s in world.snapshots if s.phase in _UP and _place(s) < operation.place]
+    if elsewhere:
+        sentence += f"; {_doings(elsewhere, world)}"
+    return Verdict("missing", sentence, tuple(s.rank for s in gone))
 
 
 def find_mismatch(world: World) -> Verdict | None:
     """Ranks have entered different operations at the same place of the common order."""
     for operation in world.open:
-        if world.now - operation.entered < MISMATCH_AFTER:
-            continue
-        here = [op for op in world.operations.values() if op.place == operation.place]
-        by_name: dict[str, list[Operation]] = defaultdict(list)
-        for op in here:
-            by_name[op.name].append(op)
-        if len(by_name) == 1:
+        by_name = world.meetings[operation.place]
+        if len(by_name) == 1 or world.now - operation.entered < MISMATCH_AFTER:
             continue
         groups = sorted(by_name.values(), key=lambda group: (-len(group), group[0].rank))
         sentence = ", ".join(_called(group) for group in groups)
@@ -262,7 +269,7 @@ def find_late(world: World) -> Verdict | None:
     sentence = (
         f"{name_ranks(s.rank for s in late)} {are} {seconds:.1f} s late for {first}; {_their_doings(late, world)}"
     )
-    return Verdict("late", sentence, tuple(s.rank for s in late))
+    return Verdict("late", sentence, tuple(s.rank for s in late), first.entered)
 
 
 def find_unexplained(world: World) -> Verdict | None:
@@ -280,7 +287,8 @@ def find_unexplained(world: World) -> Verdict | None:
         where = f"{who} in {waiting[0]}"
     else:
         where = f"{who} waiting, {_doings(up, world)},"
-    return Verdict("unknown", f"{where} for {seconds:.1f} s; whether slow or stuck is unknown")
+    sentence = f"{where} for {seconds:.1f} s; whether slow or stuck is unknown"
+    return Verdict("unknown", sentence, since=newest)
 
 
 def find_well(world: World) -> Verdict | None:

@@ -6,16 +6,18 @@ not by clicking menus: what is tested is what a cell shows, not where Lab keeps 
 
 ::
 
-    with Lab(tmp_path) as lab:
-        notebook = lab.open(["import nbstate", "nbstate.notebook_launcher(train, num_processes=2)"])
-        notebook.run(0)
-        notebook.start(1)
-        notebook.page.get_by_role("button", name="Stop").click()
-        notebook.wait_idle()
+    with Lab(tmp_path, browser) as lab:
+        notebook = lab.open(["import nbstate"])
+        notebook.run()
+        notebook.put("nbstate.notebook_launcher(train, num_processes=2)")
+        notebook.start()
+        seconds = notebook.press("Stop")
+        notebook.close()
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -31,9 +33,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright
 
-__all__ = ["Lab", "Notebook", "chromium"]
+__all__ = ["SCREENSHOTS", "Lab", "Notebook", "chromium"]
+
+SCREENSHOTS: Final = Path(__file__).parents[2] / "screenshots"  # git ignores it
 
 # Headless on a machine without a GPU or a network.
 _ARGUMENTS: Final = (
@@ -46,6 +50,11 @@ _ARGUMENTS: Final = (
     "--disable-sync",
 )
 _UP_WITHIN: Final = 90.0  # seconds: later than this means it hung
+_SETTINGS: Final = {
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
+}
+_CELL: Final = "window.jupyterapp.shell.currentWidget.content.widgets[index]"
 
 
 def chromium(playwright: Playwright) -> Browser:
@@ -55,7 +64,7 @@ def chromium(playwright: Playwright) -> Browser:
 
 
 class Notebook:
-    """One notebook, open in a page.
+    """One notebook, open in a page. Cells are counted from 0.
 
     Attributes
     ----------
@@ -71,12 +80,25 @@ class Notebook:
         self.page = page
         self.path = path
         self.complaints: list[str] = []
-        page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        page.on("console", self._listen)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
-    def start(self, index: int) -> None:
+    def put(self, source: str) -> None:
+        """Let the notebook consist of this one cell. What the kernel knows stays."""
+        self.page.evaluate(
+            """source => {
+                const shared = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
+                shared.transact(() => {
+                    shared.deleteCellRange(0, shared.cells.length);
+                    shared.insertCell(0, {cell_type: "code", source});
+                });
+            }""",
+            source,
+        )
+
+    def start(self, index: int = 0) -> None:
         """Run a cell, and return at once."""
-        self._do(
+        self.page.evaluate(
             """index => {
                 const content = window.jupyterapp.shell.currentWidget.content;
                 content.activeCellIndex = index;
@@ -85,104 +107,198 @@ class Notebook:
             index,
         )
 
-    def run(self, index: int, within: float = 60.0) -> None:
+    def run(self, index: int = 0, within: float = 60.0) -> None:
         """Run a cell and wait for its end."""
-        before = self._count(index)
         self.start(index)
-        self.wait_done(index, before, within)
+        self.wait(index, within)
 
-    def wait_done(self, index: int, before: int | None = None, within: float = 60.0) -> None:
-        """Wait until a cell has an execution number, and another one than ``before``."""
-        self._wait(
-            """([index, before]) => {
-                const count = window.jupyterapp.shell.currentWidget.content.widgets[index].model.executionCount;
-                return count !== null && count !== before;
-            }""",
-            [index, before],
-            within,
+    def wait(self, index: int = 0, within: float = 60.0) -> None:
+        """Wait until a cell that was started has ended."""
+        script = f"index => {_CELL}.model.executionCount !== null && {_CELL}.model.executionState === 'idle'"
+        self.page.wait_for_function(script, arg=index, timeout=within * 1000, polling=50)
+
+    def busy(self, index: int = 0) -> bool:
+        """Whether a cell still runs."""
+        return bool(self.page.evaluate(f"index => {_CELL}.model.executionState === 'running'", index))
+
+    def press(self, button: str, index: int = 0) -> float:
+        """Click a button of the dashboard of a busy cell.
+
+        Returns
+        -------
+        float
+            Seconds from the click to the end of the cell, both by the page's clock.
+        """
+        self.page.evaluate(
+            f"""index => {{
+                const model = {_CELL}.model;
+                document.addEventListener("click", () => {{ window.clicked = performance.now(); }},
+                                          {{once: true, capture: true}});
+                window.ended = new Promise((resolve, reject) => {{
+                    setTimeout(() => reject(new Error("the cell has not ended within 30 s")), 30000);
+                    model.stateChanged.connect(function look() {{
+                        if (model.executionState !== "idle") return;
+                        model.stateChanged.disconnect(look);
+                        resolve(performance.now());
+                    }});
+                }});
+            }}""",
+            index,
         )
+        self.page.get_by_role("button", name=button, exact=True).click()
+        seconds: float = self.page.evaluate("async () => ((await window.ended) - window.clicked) / 1000")
+        return seconds
+
+    def show(self, index: int) -> None:
+        """Scroll to a cell: those far from the visible part are not in the page at all."""
+        self.page.evaluate(
+            """async index => {
+                const content = window.jupyterapp.shell.currentWidget.content;
+                content.activeCellIndex = index;
+                await content.scrollToItem(index, "start");
+            }""",
+            index,
+        )
+
+    def cell(self, index: int = 0) -> Locator:
+        """A cell, if it is in the page."""
+        return self.page.locator(f'.jp-Notebook .jp-Cell[data-windowed-list-index="{index}"]')
+
+    def dashboard(self, index: int = 0) -> Locator:
+        """The dashboard in a cell's output."""
+        return self.cell(index).locator(".nbs")
+
+    def watch(self, index: int = 0) -> None:
+        """From now on, keep what the dashboard of a cell shows, each time it changes; ``seen`` returns it."""
+        self.page.evaluate(
+            f"""index => {{
+                const texts = (root, which) => [...root.querySelectorAll(which)].map((node) => node.textContent);
+                window.seen = [];
+                window.watching?.disconnect();
+                window.watching = new MutationObserver(() => {{
+                    const cell = document.querySelector(`.jp-Cell[data-windowed-list-index="${{index}}"]`);
+                    const root = cell?.querySelector(".nbs");
+                    if (!root) return;
+                    const now = {{
+                        busy: {_CELL}.model.executionState === "running",
+                        step: texts(root, "tbody .nbs-c-step"),
+                        gradients: texts(root, "tbody .nbs-c-sync"),
+                        count: texts(root, ".nbs-count strong").join(""),
+                        barrier: texts(root, ".nbs-info").join(""),
+                        verdict: texts(root, ".nbs-sentence").join(""),
+                    }};
+                    const last = window.seen.at(-1);
+                    if (JSON.stringify(now) !== JSON.stringify(last)) window.seen.push(now);
+                }});
+                window.watching.observe(document.body, {{subtree: true, childList: true, characterData: true}});
+            }}""",
+            index,
+        )
+
+    def seen(self) -> list[dict[str, Any]]:
+        """What ``watch`` has kept, oldest first: busy, step, gradients, count, barrier, verdict."""
+        kept: list[dict[str, Any]] = self.page.evaluate("window.seen")
+        return kept
 
     def wait_idle(self, within: float = 60.0) -> None:
         """Wait until the kernel has nothing to do."""
-        self._wait(
-            "() => window.jupyterapp.shell.currentWidget.sessionContext.kernelDisplayStatus === 'idle'", 0, within
-        )
-
-    def output(self, index: int) -> Any:
-        """Playwright's locator of a cell's output area."""
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-Cell-outputArea")
+        script = "() => window.jupyterapp.shell.currentWidget.sessionContext.kernelDisplayStatus === 'idle'"
+        self.page.wait_for_function(script, timeout=within * 1000, polling=50)
 
     def theme(self, name: str) -> None:
-        """Change to ``"JupyterLab Light"`` or ``"JupyterLab Dark"``, and wait until it shows."""
-        self._do("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name)
-        light = "true" if "Light" in name else "false"
-        self._wait("light => document.body.dataset.jpThemeLight === light", light, 20.0)
+        """Change to ``"Light"`` or ``"Dark"``, and wait until it shows."""
+        script = "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})"
+        self.page.evaluate(script, f"JupyterLab {name}")
+        light = "true" if name == "Light" else "false"
+        self.page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=light, timeout=20_000)
         self.page.wait_for_timeout(400)  # its style sheet arrives after the attribute
 
     def save(self) -> dict[str, Any]:
         """Save, and return the file's content."""
-        self._do("() => window.jupyterapp.commands.execute('docmanager:save')", None)
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         saved: dict[str, Any] = json.loads(self.path.read_text())
         return saved
 
-    def shot(self, path: Path, index: int | None = None) -> Path:
-        """Take a picture of the page, or of one cell's output."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if index is None:
-            self.page.screenshot(path=path)
-        else:
-            self.output(index).screenshot(path=path)
+    def shot(self, name: str, index: int = 0, scale: int = 1) -> Path:
+        """Take a picture of the dashboard in a cell, with ``scale`` pixels where there is one."""
+        path = SCREENSHOTS / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        dashboard = self.dashboard(index)
+        dashboard.scroll_into_view_if_needed()
+        if scale == 1:
+            dashboard.screenshot(path=path)
+            return path
+        devtools = self.page.context.new_cdp_session(self.page)
+        clip = {**(dashboard.bounding_box() or {}), "scale": scale}
+        picture = devtools.send("Page.captureScreenshot", {"format": "png", "clip": clip})
+        devtools.detach()
+        path.write_bytes(base64.b64decode(picture["data"]))
         return path
 
-    def _count(self, index: int) -> int | None:
-        count: int | None = self.page.evaluate(
-            "index => window.jupyterapp.shell.currentWidget.content.widgets[index].model.executionCount", index
+    def reopen(self, path: Path | None = None) -> None:
+        """End the kernel, close the document, and open it again, or another one, in the same page."""
+        self.path = path or self.path
+        self.page.evaluate(
+            """async name => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                await panel.sessionContext.shutdown();
+                panel.dispose();
+                const opened = await window.jupyterapp.commands.execute("docmanager:open", {path: name});
+                await opened.context.ready;
+                await opened.revealed;
+            }""",
+            self.path.name,
         )
-        return count
+        # Without a kernel yet; the page would otherwise be closed while one is on its way.
+        self.page.wait_for_function(
+            "() => window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel", timeout=_UP_WITHIN * 1000
+        )
 
-    def _do(self, script: str, argument: Any) -> None:
-        self.page.evaluate(script, argument)
+    def close(self) -> None:
+        """End the kernel, and close the page."""
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget?.sessionContext.shutdown()")
+        self.page.close()
 
-    def _wait(self, script: str, argument: Any, within: float) -> None:
-        self.page.wait_for_function(script, arg=argument, timeout=within * 1000, polling=50)
+    def _listen(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.complaints.append(f"{message.text} ({message.location.get('url', '')})")
 
 
 class Lab:
-    """A JupyterLab server and a browser, for as long as the ``with`` block lasts.
+    """A JupyterLab server, for as long as the ``with`` block lasts.
 
     Parameters
     ----------
     directory : Path
         An empty directory; notebooks, settings and the server's log go below it.
-    environment : mapping of str to str, optional
-        Added to the kernels' environment.
+    browser : Browser
+        Where notebooks are opened.
     size : tuple of int
         Width and height of the window, in pixels.
     """
 
-    def __init__(
-        self, directory: Path, environment: dict[str, str] | None = None, size: tuple[int, int] = (1400, 1000)
-    ) -> None:
+    def __init__(self, directory: Path, browser: Browser, size: tuple[int, int] = (1400, 1000)) -> None:
         self.directory = directory
         self.notebooks = directory / "notebooks"
         self.token = secrets.token_hex(16)
-        self.size = size
-        self._environment = environment or {}
+        self._browser = browser
+        self._size = size
         self._exit = contextlib.ExitStack()
         self._opened = 0
 
     def __enter__(self) -> Lab:
         with contextlib.ExitStack() as undo:
-            self.notebooks.mkdir(parents=True, exist_ok=True)
+            self.notebooks.mkdir(parents=True)
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self.port = probe.getsockname()[1]
             self._server = self._start_server()
             undo.callback(self._stop_server)
+            # One context: what the first page has loaded, the next ones have in their cache.
+            width, height = self._size
+            self._context = self._browser.new_context(viewport={"width": width, "height": height})
+            undo.callback(self._context.close)
             self._wait_for_server()
-            playwright = undo.enter_context(sync_playwright())
-            self.browser = chromium(playwright)
-            undo.callback(self.browser.close)
             self._exit = undo.pop_all()
         return self
 
@@ -196,7 +312,7 @@ class Lab:
         self._opened += 1
         path = self.notebooks / f"test_{self._opened}.ipynb"
         path.write_text(cells.read_text() if isinstance(cells, Path) else json.dumps(_notebook(cells)))
-        page = self.browser.new_page(viewport={"width": self.size[0], "height": self.size[1]})
+        page = self._context.new_page()
         notebook = Notebook(page, path)
         page.goto(f"http://127.0.0.1:{self.port}/lab/tree/{path.name}?token={self.token}&reset")
         page.wait_for_function(
@@ -214,18 +330,15 @@ class Lab:
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
             "IPYTHONDIR": "ipython",
         }
-        environment = {**os.environ, **self._environment}
-        environment.update({name: str(self.directory / folder) for name, folder in private.items()})
+        environment = {**os.environ, **{name: str(self.directory / folder) for name, folder in private.items()}}
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
-        command += [
-            f"--ServerApp.port={self.port}",
-            "--ServerApp.port_retries=0",
-            f"--IdentityProvider.token={self.token}",
-        ]
-        command += [f"--ServerApp.root_dir={self.notebooks}", "--LabApp.expose_app_in_browser=True"]
-        quiet = self.directory / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-        quiet.parent.mkdir(parents=True)
-        quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+        command += [f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0"]
+        command += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.notebooks}"]
+        command += ["--LabApp.expose_app_in_browser=True"]
+        for name, values in _SETTINGS.items():
+            file = self.directory / f"settings/{name}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(values))
         with open(self.directory / "server.log", "wb") as log:
             # A session of its own, so that kernels go with it.
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

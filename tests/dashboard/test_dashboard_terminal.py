@@ -24,14 +24,16 @@ class Terminal:
     def __init__(self) -> None:
         self.reader, writer = pty.openpty()
         tty.setraw(writer)
-        os.set_blocking(self.reader, False)
         self.stream = os.fdopen(writer, "w", encoding="utf-8")
 
     def read(self) -> str:
-        try:
-            return os.read(self.reader, 100_000).decode()
-        except BlockingIOError:
-            return ""
+        """What has been written since the last time. The kernel hands it over when it likes: a NUL ends it."""
+        self.stream.write("\0")
+        self.stream.flush()
+        got = b""
+        while not got.endswith(b"\0"):
+            got += os.read(self.reader, 100_000)
+        return got[:-1].decode()
 
 
 @pytest.fixture

@@ -198,12 +198,16 @@ function verdictLine() {
       setText(symbol, sign);
       setText(word, verdict.sentence.toLowerCase().startsWith(name) ? "" : name);
       setShown(word, word.textContent !== "");
-      setText(sentence, verdict.sentence);
+    },
+    tick({ verdict }, now) {
+      const [, name] = VERDICTS[verdict.kind] ?? VERDICTS.unknown;
+      const waited = verdict.since === null ? "" : age(Math.max(0, now - verdict.since));
+      const text = verdict.since === null ? verdict.sentence : verdict.sentence.replace("{age}", () => waited);
+      setText(sentence, text);
       const saying = `${verdict.kind} ${verdict.ranks}`;
-      if (saying !== said) {
-        said = saying;
-        setText(spoken, `${name}: ${verdict.sentence}`);
-      }
+      if (saying === said) return;
+      said = saying;
+      setText(spoken, `${name}: ${text}`);
     },
   };
 }
@@ -310,7 +314,7 @@ function rankRow() {
   cells.strip.append(steps.node);
   const last = make("span");
   const lastNumber = make("span", "nbs-muted");
-  cells.last.append(last, " ", lastNumber);
+  cells.last.append(last, lastNumber);
   const used = make("span", "nbs-fill");
   const bar = make("span", "nbs-bar", { "aria-hidden": "true" }, used);
   const memory = make("span", "nbs-muted");
@@ -337,7 +341,7 @@ function rankRow() {
       steps.draw(ranks.strip[i]);
       setText(last, ranks.last[i] || "–");
       setAttribute(cells.last, "title", ranks.last[i]);
-      setText(lastNumber, ranks.last_number[i] ? `#${ranks.last_number[i]}` : "");
+      setText(lastNumber, ranks.last_number[i] ? ` #${ranks.last_number[i]}` : "");
       const share = ranks.memory_share[i];
       setShown(bar, share !== null);
       if (share !== null) used.style.width = `${Math.min(100, share)}%`;
