@@ -5,6 +5,8 @@ Importing this module is meant for that process alone: it ties its life to the k
 
 import gc
 
+import torch._dynamo  # noqa: F401 - the first optimizer of a rank imports it: 1.5 s
+
 import nbstate.launch.rank
 import nbstate.training  # noqa: F401
 from nbstate.launch.lifeline import die_with_parent

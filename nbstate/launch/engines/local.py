@@ -22,6 +22,8 @@ from nbstate.launch.plan import Fd, RankPlan
 __all__ = ["LocalEngine", "available_start_methods", "warm_forkserver"]
 
 _PRELOAD: Final = ["nbstate.launch.preload"]
+_MAIN: Final = frozenset({"init_main_from_name", "init_main_from_path"})
+_SETTLED_BY_THE_RANK: Final = frozenset({"sys_path", "sys_argv", "orig_dir", "dir", "start_method"})
 _starting = threading.Lock()
 
 
@@ -136,6 +138,8 @@ class LocalEngine:
 
     def __init__(self, start_method: str) -> None:
         self.start_method = start_method
+        if start_method == "fork":
+            import nbstate.launch.rank  # noqa: F401 - once here, instead of in every rank
         self._context = multiprocess.get_context(start_method)
 
     def start(self, plans: Sequence[RankPlan]) -> list[RankHandle]:
@@ -169,7 +173,7 @@ class LocalEngine:
             daemon=False,
         )
         try:
-            with _lean_start():
+            with _lean_start(self.start_method):
                 process.start()
         except BaseException as error:
             os.close(out_read)
@@ -207,7 +211,7 @@ def _no_collection(start_method: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lean_start() -> Iterator[None]:
+def _lean_start(start_method: str) -> Iterator[None]:
     """Keep ``multiprocess`` from two things that it does whenever it starts a process.
 
     It would import the user's main script anew in each rank: that runs a script's top level once per rank, and a script
@@ -221,13 +225,12 @@ def _lean_start() -> Iterator[None]:
     with _starting:
         prepare, flush = spawn.get_preparation_data, util._flush_std_streams
 
-        def without_main(name: str) -> dict[str, Any]:
-            data: dict[str, Any] = prepare(name)
-            data.pop("init_main_from_name", None)
-            data.pop("init_main_from_path", None)
-            return data
+        def lean(name: str) -> dict[str, Any]:
+            # path and directory are in the plan, too; but a spawned rank needs the path to find the plan's class
+            left_out = _MAIN if start_method == "spawn" else _MAIN | _SETTLED_BY_THE_RANK
+            return {key: value for key, value in prepare(name).items() if key not in left_out}
 
-        spawn.get_preparation_data, util._flush_std_streams = without_main, lambda: None
+        spawn.get_preparation_data, util._flush_std_streams = lean, lambda: None
         try:
             yield
         finally:
