@@ -54,6 +54,8 @@ class RankPlan:
     world_size: int
     parent: int
     """Pid of the kernel if it is the rank's parent, 0 if a fork server is."""
+    group: int
+    """The kernel's process group, where a front end's interrupt arrives."""
     env: Mapping[str, str]
     directory: str
     path: tuple[str, ...]

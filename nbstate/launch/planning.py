@@ -37,6 +37,7 @@ def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, list
             rank=rank,
             world_size=spec.num_processes,
             parent=0 if choice.start_method == "forkserver" else os.getpid(),
+            group=os.getpgrp(),
             env=_environment(spec, launch_id, port, rank),
             directory=directory,
             path=tuple(path or directory for path in sys.path),

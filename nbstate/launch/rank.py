@@ -76,6 +76,8 @@ def live(plan: RankPlan) -> NoReturn:
 
 
 def _live(plan: RankPlan, control: int) -> int:
+    with contextlib.suppress(OSError):  # another session's group cannot be joined
+        os.setpgid(0, plan.group)
     _fresh_signals()
     _settle(plan)
     probe.attach(Board.attach(plan.board.fd, plan.world_size).slot(plan.rank))
@@ -99,10 +101,12 @@ def _own_descriptors(plan: RankPlan) -> int:
     if plan.forked_from_kernel:
         _blank_all_but(keep)
         _forget_the_kernel()
+        _forget_helpers("multiprocessing")
     else:
         for fd in (plan.stdout.fd, plan.stderr.fd, null):
             if fd > 2:
                 os.close(fd)
+    _forget_helpers("multiprocess")
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
     for fd, name in ((1, "stdout"), (2, "stderr")):
         _replace_stream(fd, name)
@@ -146,8 +150,6 @@ def _forget_the_kernel() -> None:
     """Undo what a fork copied from the kernel and must not be used here."""
     gc.freeze()  # nothing of the kernel's is ever collected here: its finalizers would act on the kernel's things
     gc.enable()  # the engine has disabled it for the fork
-    for name in ("multiprocess", "multiprocessing"):
-        _forget_helpers(name)
     if "IPython" in sys.modules:
         from IPython.core.interactiveshell import InteractiveShell
 
@@ -156,7 +158,7 @@ def _forget_the_kernel() -> None:
 
 
 def _forget_helpers(package: str) -> None:
-    """The kernel's fork server and resource tracker are not ours; their pipes are closed by now."""
+    """The kernel's fork server and resource tracker are not ours: a rank that needs one starts its own."""
     server = sys.modules.get(f"{package}.forkserver")
     if server is not None:
         server._forkserver.__init__()

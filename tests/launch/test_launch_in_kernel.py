@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -270,3 +271,11 @@ def test_no_launch_hangs_in_a_kernel_that_prints_and_computes(own_kernel: RealKe
     own_kernel.good(HUNT, timeout=240)
     assert own_kernel.good("good").result == "200"
     assert own_kernel.good("after == before or (before, after)").result == "True"
+
+
+def test_between_launches_nobody_is_in_the_kernels_process_group(kernel: RealKernel, start_method: str) -> None:
+    """ipykernel waits for its group at every restart; but ranks are in it, for a front end's interrupt."""
+    options = f"num_processes=2, start_method={start_method!r}, dashboard=False"
+    groups = kernel.good(f"set(notebook_launcher(os.getpgrp, {options})) == {{os.getpgrp()}}")
+    assert groups.result == "True"
+    assert [p for p in kernel.descendants() if os.getpgid(p.pid) == os.getpgid(kernel.pid)] == []

@@ -82,7 +82,8 @@ def _ensure_running() -> None:
     # The server, and through it every rank, inherits this mask: no interrupt before a rank is ready for one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _without_tracker():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -173,7 +174,7 @@ class LocalEngine:
             daemon=False,
         )
         try:
-            with _lean_start(self.start_method):
+            with _lean_start(self.start_method), _without_tracker():
                 process.start()
         except BaseException as error:
             os.close(out_read)
@@ -235,3 +236,22 @@ def _lean_start(start_method: str) -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data, util._flush_std_streams = prepare, flush
+
+
+@contextlib.contextmanager
+def _without_tracker() -> Iterator[None]:
+    """Keep ``multiprocess`` from starting its resource tracker in the kernel.
+
+    The tracker unlinks named semaphores that crashed processes leave; a launch makes none, and a rank that needs a
+    tracker starts its own. In a kernel it does harm: it ignores SIGTERM, and ipykernel waits for it at every restart.
+    """
+    from multiprocess import resource_tracker
+
+    getfd, ensure_running = resource_tracker.getfd, resource_tracker.ensure_running
+    null = os.open(os.devnull, os.O_WRONLY)
+    resource_tracker.getfd, resource_tracker.ensure_running = lambda: null, lambda: None
+    try:
+        yield
+    finally:
+        resource_tracker.getfd, resource_tracker.ensure_running = getfd, ensure_running
+        os.close(null)
