@@ -8,6 +8,10 @@ The page sends custom messages, ``{"kind": ...}``: ``"interrupt"`` and ``"stop"`
 when a view opens. The kernel answers a hello with ``{"kind": "clock", "now": seconds}``: a view that opens late would
 otherwise set its clock by a frame that is long out of date, and a page without a kernel would tick for ever.
 
+While the ranks run a cell displays the live view, with its picture as html for pages that know no widgets. When they
+have ended the picture alone stays (see ``LiveDashboard.finish``). JupyterLab does not save the state of widgets unless
+asked to, and puts "model not found" where a view without one was saved, whatever else that display offers.
+
 A cell that waits for ranks keeps the kernel's main thread busy. Refreshes come from the launch's own thread and pass at
 once. Clicks are another matter: ipykernel 7.4 answers a comm on the shell that last published on it, which is the busy
 one. ``_reply_subshell_for`` is its hook for that choice; we let each message go where the front end sent it, which is a
@@ -30,7 +34,8 @@ from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from nbstate.dashboard.model import LIVE, Frame, LaunchFacts, LaunchView, build_frame, seconds_after
-from nbstate.dashboard.snapshot import PLAIN_TEXT, frame_to_html
+from nbstate.dashboard.picture import frame_to_html
+from nbstate.dashboard.snapshot import PLAIN_TEXT
 from nbstate.errors import LaunchError
 from nbstate.telemetry.board import Board
 
@@ -80,9 +85,12 @@ class DashboardWidget(anywidget.AnyWidget):  # type: ignore[misc]  # mypy is tol
             self.comm._reply_subshell_for = _where_the_front_end_sent_it
 
     def close(self) -> None:
-        """Close the comm. In a forked child there is nothing to close: the comm belongs to the kernel."""
-        if self._owner == os.getpid():
-            super().close()
+        """Close the comms, of the widget and its layout. In a forked child they belong to the kernel, and stay."""
+        if self._owner != os.getpid() or self.comm is None:
+            return
+        super().close()
+        self.layout.close()
+        del self._repr_mimebundle_  # ipywidgets blanks it; what is closed can still be shown, as its picture
 
     def _send(self, msg: dict[str, Any], buffers: list[Any] | None = None) -> None:
         # A forked child that sent here would write into the kernel's own connection, out of step with the kernel.
@@ -90,12 +98,11 @@ class DashboardWidget(anywidget.AnyWidget):  # type: ignore[misc]  # mypy is tol
         super()._send(msg, buffers=buffers)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The live view, the same picture as static html, and a constant line of text."""
-        return {
-            "text/plain": PLAIN_TEXT,
-            "text/html": self._static_html(),
-            _VIEW_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_id},
-        }
+        """The picture as html, a constant line of text, and as long as the comm is open the live view."""
+        bundle: dict[str, Any] = {"text/plain": PLAIN_TEXT, "text/html": self._static_html()}
+        if self.comm is not None:
+            bundle[_VIEW_MIME] = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        return bundle
 
 
 class LiveDashboard:
@@ -158,7 +165,11 @@ class LiveDashboard:
             return self._publish(view)
 
     def finish(self, view: LaunchView) -> None:
-        """Send the last frame and put its picture where notebooks without widgets look. Later calls do nothing."""
+        """Put a picture of the last frame in the place of the live view, and close the widget. Later calls do nothing.
+
+        The order matters: a page that saw the comm close first would have a view without a model for a moment. A widget
+        that was never shown from here stands where its owner has put it; it stays, with its last frame.
+        """
         refuse_in_child(self.widget._owner)
         with self._lock:
             if self._finished:
@@ -166,7 +177,8 @@ class LiveDashboard:
             self._finished = True
             self._publish(view)
         if self._handle is not None:
-            self._handle.update(self.widget)
+            self._handle.update({"text/plain": PLAIN_TEXT, "text/html": self._html()}, raw=True)
+            self.widget.close()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         return self.widget._repr_mimebundle_(**kwargs)

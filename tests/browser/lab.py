@@ -52,7 +52,6 @@ _ARGUMENTS: Final = (
 _UP_WITHIN: Final = 90.0  # seconds: later than this means it hung
 _SETTINGS: Final = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
 }
 _CELL: Final = "window.jupyterapp.shell.currentWidget.content.widgets[index]"
 
@@ -168,15 +167,22 @@ class Notebook:
         """The dashboard in a cell's output."""
         return self.cell(index).locator(".nbs")
 
+    def picture(self, index: int = 0) -> Locator:
+        """The picture that takes the dashboard's place when the launch has ended."""
+        return self.cell(index).locator(".nbs-picture")
+
     def watch(self, index: int = 0) -> None:
         """From now on, keep what the dashboard of a cell shows, each time it changes; ``seen`` returns it."""
         self.page.evaluate(
             f"""index => {{
                 const texts = (root, which) => [...root.querySelectorAll(which)].map((node) => node.textContent);
                 window.seen = [];
+                window.broken = [];
                 window.watching?.disconnect();
                 window.watching = new MutationObserver(() => {{
                     const cell = document.querySelector(`.jp-Cell[data-windowed-list-index="${{index}}"]`);
+                    const said = cell?.querySelector(".jp-OutputArea")?.textContent ?? "";
+                    if (/not found|error/i.test(said)) window.broken.push(said);
                     const root = cell?.querySelector(".nbs");
                     if (!root) return;
                     const now = {{
@@ -200,6 +206,11 @@ class Notebook:
         kept: list[dict[str, Any]] = self.page.evaluate("window.seen")
         return kept
 
+    def broken(self) -> list[str]:
+        """What the output of the watched cell said while an error or a lost widget was in it, however shortly."""
+        kept: list[str] = self.page.evaluate("window.broken")
+        return kept
+
     def wait_idle(self, within: float = 60.0) -> None:
         """Wait until the kernel has nothing to do."""
         script = "() => window.jupyterapp.shell.currentWidget.sessionContext.kernelDisplayStatus === 'idle'"
@@ -220,10 +231,10 @@ class Notebook:
         return saved
 
     def shot(self, name: str, index: int = 0, scale: int = 1) -> Path:
-        """Take a picture of the dashboard in a cell, with ``scale`` pixels where there is one."""
+        """Photograph the dashboard in a cell, or its picture, with ``scale`` pixels where there is one."""
         path = SCREENSHOTS / f"{name}.png"
         path.parent.mkdir(exist_ok=True)
-        dashboard = self.dashboard(index)
+        dashboard = self.dashboard(index).or_(self.picture(index))
         dashboard.scroll_into_view_if_needed()
         if scale == 1:
             dashboard.screenshot(path=path)

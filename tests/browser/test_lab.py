@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from .lab import SCREENSHOTS, Lab, Notebook
+from .lab import Lab, Notebook
 
 pytestmark = pytest.mark.browser
 
@@ -128,6 +128,13 @@ CONTRASTS = """root => {
 }"""
 
 
+# The inline styles of a piece of html as a browser reads them, before any cleaning.
+STYLES = """html => {
+    const page = new DOMParser().parseFromString(html, "text/html");
+    return [...page.querySelectorAll("[style]")].map((node) => node.style.cssText);
+}"""
+
+
 def ours(complaints: list[str]) -> list[str]:
     """The errors in a console that our files or widgets are in."""
     return [text for text in complaints if any(word in text.lower() for word in ("nbs", "widget", "blob:", "comm"))]
@@ -209,39 +216,54 @@ def test_the_table_changes_while_the_quickstart_trains(trained: Trained) -> None
     assert ours(trained.notebook.complaints) == []
 
 
-def test_the_last_frame_stays_and_its_buttons_are_off(trained: Trained) -> None:
-    dashboard = trained.notebook.dashboard(trained.cell)
-    trained.notebook.shot("finished-light", trained.cell)
-    expect(dashboard.locator(".nbs-sentence")).to_contain_text("finished in")
-    expect(dashboard.locator("tbody tr[data-phase=finished]")).to_have_count(2)
-    for name in ("Interrupt", "Stop"):
-        button = dashboard.get_by_role("button", name=f"{name}, unavailable: the launch is over (finished)")
-        expect(button).to_have_attribute("aria-disabled", "true")
-
-
-def test_a_saved_notebook_shows_the_last_frame_to_another_kernel(trained: Trained) -> None:
+def test_after_the_run_its_picture_stays_in_place_of_the_widget(trained: Trained) -> None:
     notebook, cell = trained.notebook, trained.cell
-    shown = notebook.dashboard(cell).inner_text()
-    notebook.reopen()
-    notebook.show(cell)
-    expect(notebook.dashboard(cell).locator(".nbs-sentence")).to_contain_text("finished in", timeout=20_000)
-    assert notebook.dashboard(cell).inner_text() == shown
+    notebook.shot("finished-light", cell)
+    notebook.theme("Dark")
+    notebook.shot("finished-dark", cell)
+    notebook.theme("Light")
+    picture = notebook.picture(cell)
+    expect(picture).to_contain_text("Finished in")
+    expect(picture.locator("table").first.locator("tbody tr")).to_have_count(2)
+    expect(picture.get_by_role("img", name="last 48 steps: 25 synchronised")).to_have_count(2)
+    expect(notebook.dashboard(cell)).to_have_count(0)
+    expect(notebook.cell(cell).get_by_text("epoch 9:")).to_have_count(1)  # the lines are the cell's own
+    assert notebook.broken() == []
     assert ours(notebook.complaints) == []
 
 
-def test_an_untrusted_notebook_shows_the_picture_as_html(trained: Trained, lab: Lab) -> None:
+def test_a_saved_notebook_holds_pictures_only(trained: Trained) -> None:
+    outputs = [output for cell in trained.saved["cells"] for output in cell.get("outputs", ())]
+    shown = [set(output["data"]) for output in outputs if "nbs-picture" in str(output.get("data", {}).get("text/html"))]
+    assert shown == [{"text/plain", "text/html"}]
+    assert "widgets" not in trained.saved["metadata"]
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
+def test_a_saved_notebook_shows_the_picture_to_another_kernel(trained: Trained, lab: Lab, trusted: bool) -> None:
     notebook, cell = trained.notebook, trained.cell
-    strangers = {**trained.saved, "cells": [dict(cell) for cell in trained.saved["cells"]]}
-    strangers["cells"][0]["source"] = "# from someone else"
-    path = lab.notebooks / "untrusted.ipynb"
-    path.write_text(json.dumps(strangers))
+    path = notebook.path
+    if not trusted:
+        strangers = {**trained.saved, "cells": [dict(cell) for cell in trained.saved["cells"]]}
+        strangers["cells"][0]["source"] = "# from someone else"
+        path = lab.notebooks / "untrusted.ipynb"
+        path.write_text(json.dumps(strangers))
     notebook.reopen(path)
     notebook.show(cell)
-    picture = notebook.cell(cell).locator(".jp-OutputArea")
-    expect(picture).to_contain_text("finished in", timeout=20_000)
-    expect(picture.locator("table").first.locator("tbody tr")).to_have_count(2)
-    expect(notebook.dashboard(cell)).to_have_count(0)
-    picture.screenshot(path=SCREENSHOTS / "untrusted.png")
+    picture = notebook.picture(cell)
+    expect(picture).to_contain_text("Finished in", timeout=20_000)
+    notebook.shot("trusted" if trusted else "untrusted", cell)
+    # Who is trusted may have roles; both keep every style, or the picture would fall apart.
+    assert (picture.get_attribute("role") == "group") is trusted
+    [html] = [
+        output["data"]["text/html"]
+        for output in trained.saved["cells"][cell]["outputs"]
+        if "text/html" in output.get("data", {})
+    ]
+    kept = picture.evaluate("root => [root, ...root.querySelectorAll('[style]')].map((node) => node.style.cssText)")
+    assert kept == notebook.page.evaluate(STYLES, "".join(html))
+    expect(notebook.cell(cell).locator(".jp-OutputArea")).not_to_contain_text("not found")
+    assert ours(notebook.complaints) == []
 
 
 def test_a_barrier_names_the_rank_it_waits_for(notebook: Notebook) -> None:
@@ -256,7 +278,21 @@ def test_a_barrier_names_the_rank_it_waits_for(notebook: Notebook) -> None:
     waited = [shown for shown in notebook.seen() if shown["busy"] and shown["count"] == "1 of 2"]
     assert any("missing: rank 1 · waiting" in shown["barrier"] and "In[" in shown["barrier"] for shown in waited)
     assert any("late for barrier #1" in shown["verdict"] for shown in waited)
-    expect(dashboard.get_by_text("2 of 2", exact=True)).to_be_visible()
+    expect(notebook.picture()).to_contain_text("2 of 2")
+    assert notebook.broken() == []
+
+
+def test_launches_too_short_to_be_drawn_end_as_pictures(notebook: Notebook) -> None:
+    for _ in range(4):
+        notebook.put(LATE.format(wait=0))
+        notebook.watch()
+        notebook.run()
+        expect(notebook.picture()).to_contain_text("Finished in")
+        expect(notebook.dashboard()).to_have_count(0)
+        assert notebook.broken() == []
+    notebook.put("import ipywidgets; len(ipywidgets.widgets.widget._instances)")
+    notebook.run()
+    expect(notebook.cell().locator(".jp-OutputArea-output")).to_have_text("0")
 
 
 def test_screenshot_for_the_readme(notebook: Notebook) -> None:
@@ -277,7 +313,7 @@ def test_stop_ends_a_busy_cell_within_a_second(notebook: Notebook) -> None:
         expect(notebook.dashboard().get_by_text("1 of 2", exact=True)).to_be_visible(timeout=30_000)
         assert notebook.busy()
         took.append(notebook.press("Stop"))
-        expect(notebook.dashboard().locator(".nbs-sentence")).to_contain_text("stopped")
+        expect(notebook.picture()).to_contain_text("Stopped after")
     notebook.shot("stopped-light")
     # The median: one click may meet a machine that is busy with something else, a slow Stop is slow each time.
     assert statistics.median(took) < 1.0, took
@@ -288,35 +324,43 @@ def test_interrupt_is_a_keyboard_interrupt_in_the_cell(notebook: Notebook) -> No
     notebook.start()
     expect(notebook.dashboard().get_by_text("1 of 2", exact=True)).to_be_visible(timeout=30_000)
     notebook.press("Interrupt")
-    expect(notebook.dashboard().locator(".nbs-sentence")).to_contain_text("interrupted")
+    expect(notebook.picture()).to_contain_text("Interrupted after")
     expect(notebook.cell().locator(".jp-OutputArea")).to_contain_text("KeyboardInterrupt")
     notebook.put(LATE.format(wait=0))
     notebook.run()
-    expect(notebook.dashboard().locator(".nbs-sentence")).to_contain_text("finished")
+    expect(notebook.picture()).to_contain_text("Finished in")
 
 
 def test_a_failed_rank_is_blamed_in_both_themes(notebook: Notebook) -> None:
     notebook.put(BOOM)
     notebook.run()
-    dashboard = notebook.dashboard()
-    expect(dashboard.locator(".nbs-sentence")).to_contain_text("rank 1 raised ValueError: the loss is nan")
-    expect(dashboard.locator("tbody tr[data-mark=failed]")).to_have_count(1)
+    picture = notebook.picture()
+    expect(picture).to_contain_text("✕ failed Rank 1 raised ValueError: the loss is nan")
+    expect(picture.locator("tbody tr", has_text="✕")).to_have_count(1)
     try:
-        grounds = {}
+        inks = {}
         for theme in ("Light", "Dark"):
             notebook.theme(theme)
             notebook.shot(f"failed-{theme.lower()}")
-            grounds[theme] = dashboard.evaluate("root => getComputedStyle(root).backgroundColor")
-            faint = {text: ratio for text, ratio in dashboard.evaluate(CONTRASTS).items() if ratio < 4.5}
-            assert faint == {}
-        assert grounds["Light"] != grounds["Dark"]
+            inks[theme] = picture.evaluate("root => getComputedStyle(root).color")
+            contrasts = picture.evaluate(CONTRASTS)
+            assert len(contrasts) > 10
+            assert {text: ratio for text, ratio in contrasts.items() if ratio < 4.5} == {}
+        assert inks["Light"] != inks["Dark"]
     finally:
         notebook.theme("Light")
 
 
-def test_a_narrow_page_has_nothing_cut_off(notebook: Notebook) -> None:
-    notebook.put(LATE.format(wait=0))
+def test_in_a_narrow_page_tables_scroll_inside_the_picture(notebook: Notebook) -> None:
+    notebook.put(BOOM)
     notebook.run()
     with window(notebook, 760, 900):
         notebook.shot("narrow-light")
-        assert notebook.dashboard().evaluate("root => root.scrollWidth <= root.clientWidth")
+        assert notebook.picture().evaluate("root => root.scrollWidth <= root.clientWidth")
+        output = notebook.cell().locator(".jp-RenderedHTML")
+        assert output.evaluate("node => node.scrollWidth <= node.clientWidth")
+        box = notebook.picture().locator("div:has(> table)").first
+        assert box.evaluate("box => [getComputedStyle(box).overflowX, box.scrollWidth > box.clientWidth]") == [
+            "auto",
+            True,
+        ]

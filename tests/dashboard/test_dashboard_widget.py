@@ -168,9 +168,24 @@ def test_mimebundle_has_view_picture_and_a_constant_line(scene: Scene) -> None:
     assert "training, step 120" in bundle["text/html"]
     view = bundle["application/vnd.jupyter.widget-view+json"]
     assert view["model_id"] == scene.dashboard.widget.model_id
-    scene.board.rank(0, step=999)
+
+
+def test_a_widget_that_someone_placed_elsewhere_stays_with_its_last_frame(scene: Scene) -> None:
     scene.dashboard.finish(scene.board.view(state="finished"))
-    assert "finished in 41.0 s" in scene.dashboard._repr_mimebundle_()["text/html"]
+    assert scene.frame["state"] == "finished"
+    assert "comm_close" not in [kind for kind, _, _ in scene.comm.published]
+    assert "application/vnd.jupyter.widget-view+json" in scene.dashboard._repr_mimebundle_()
+
+
+def test_a_closed_widget_is_shown_as_its_picture(scene: Scene) -> None:
+    scene.dashboard.finish(scene.board.view(state="finished"))
+    scene.dashboard.widget.close()
+    scene.dashboard.widget.close()
+    assert [kind for kind, _, _ in scene.comm.published].count("comm_close") == 1
+    for shown in (scene.dashboard, scene.dashboard.widget):
+        bundle = shown._repr_mimebundle_()
+        assert set(bundle) == {"text/plain", "text/html"}
+        assert "Finished in 41.0 s" in bundle["text/html"]
 
 
 def test_before_the_first_refresh_every_rank_is_there(scene: Scene) -> None:
@@ -268,10 +283,11 @@ def test_in_a_real_kernel_refreshes_and_clicks_pass_while_the_cell_is_busy(kerne
     # As JupyterLab does: messages of a comm go to a subshell of their own, when the kernel has them.
     client.control_channel.send(client.session.msg("create_subshell_request", {}))
     subshell = client.get_control_msg(timeout=30)["content"].get("subshell_id")
-    updates, displays, final, out = 0, [], b"", ""
+    updates, displays, final, out, kinds = 0, [], b"", "", []
     sent = kernel.start(BUSY)
     for message in messages_until_idle(client, sent):
         kind, content = message["msg_type"], message["content"]
+        kinds.append(kind)
         if kind == "comm_msg" and content["data"]["method"] == "update":
             updates += 1
             final = bytes(message["buffers"][0])
@@ -290,7 +306,14 @@ def test_in_a_real_kernel_refreshes_and_clicks_pass_while_the_cell_is_busy(kerne
     assert (frame["state"], frame["actions"]) == ("stopped", [])
     assert [kind for kind, _ in displays] == ["display_data", "update_display_data"]
     assert {data["text/plain"] for _, data in displays} == {"nbstate dashboard"}
-    assert "stopped after" in displays[-1][1]["text/html"]
-    assert "&lt;i&gt;hello&lt;/i&gt;" in displays[-1][1]["text/html"]
-    assert "application/vnd.jupyter.widget-view+json" in displays[-1][1]
+    assert "application/vnd.jupyter.widget-view+json" in displays[0][1]
+    assert set(displays[-1][1]) == {"text/plain", "text/html"}
+    assert "Stopped after" in displays[-1][1]["text/html"]
+    # The last frame, then the picture in its place, and only then is the widget closed, and its layout.
+    assert [kind for kind in kinds if kind not in ("status", "stream")][-4:] == [
+        "comm_msg",
+        "update_display_data",
+        "comm_close",
+        "comm_close",
+    ]
     assert Phase.RUNNING.name.lower() == frame["ranks"]["phase"][0]

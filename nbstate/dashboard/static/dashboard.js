@@ -573,7 +573,7 @@ function outputPart(id, memory) {
   let frame = null;
   let heatRank = 0;
 
-  // The choice outlives a view: the kernel shows the display anew at the end of a launch.
+  // The choice outlives a view: a widget may be shown in several places, and again later.
   const choice = () => memory.output ?? "all";
   const keys = () => {
     if (!frame) return [];
