@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -124,7 +125,8 @@ class ProcessControl:
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorator: run in process 0 only; None elsewhere.
 
-        With and without parentheses, on functions and methods. The process is looked up at each call.
+        With and without parentheses, on functions, coroutine functions and methods of any kind. The process is looked
+        up at each call.
         """
         return self._only(function, lambda: self.is_main_process)
 
@@ -173,20 +175,18 @@ class ProcessControl:
         return self._only(function, lambda: self.local_process_index == index)
 
     def _only(self, function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> Any:
-        def decorate(function: Callable[..., R]) -> Callable[..., R | None]:
-            @wraps(function)
-            def run_if_chosen(*args: Any, **kwargs: Any) -> R | None:
-                if not self.use_distributed or chosen():
-                    return function(*args, **kwargs)
-                return None
+        def runs_here() -> bool:
+            return not self.use_distributed or chosen()
 
-            return run_if_chosen
+        def decorate(function: Any) -> Any:
+            # Both hold the function that is to be decorated, and stand above @classmethod as well as below.
+            if isinstance(function, classmethod | staticmethod):
+                return type(function)(decorate(function.__func__))
+            if not callable(function):
+                raise ArgumentTypeError(f"only a function can be decorated, not {function!r}")
+            return _run_if(runs_here, function)
 
-        if function is None:
-            return decorate
-        if not callable(function):
-            raise ArgumentTypeError(f"only a function can be decorated, not {function!r}")
-        return decorate(function)
+        return decorate if function is None else decorate(function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` in the first process of each machine only."""
@@ -211,6 +211,23 @@ class ProcessControl:
             destroy_group()
         elif grouped():
             torch.distributed.destroy_process_group(group)
+
+
+def _run_if(runs_here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks at each call whether to run; None if not. One that is awaited is awaited in any case."""
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def await_if_chosen(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs) if runs_here() else None
+
+        return await_if_chosen
+
+    @wraps(function)
+    def run_if_chosen(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if runs_here() else None
+
+    return run_if_chosen
 
 
 def _checked(index: int | None, decorator: str, argument: str) -> int:

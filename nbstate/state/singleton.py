@@ -49,19 +49,30 @@ class SharedState:
 
     def __new__(cls: type[_Self], *args: Any, **kwargs: Any) -> _Self:
         instance = super().__new__(cls)
-        instance.__dict__ = cls._shared_state
+        object.__setattr__(instance, "__dict__", cls._shared_state)
         return instance
 
     def __getattr__(self, name: str) -> Any:
         cls = type(self)
         if name not in cls._names:
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        if cls._inherited and not cls._shared_state:
-            cls()
-            return getattr(self, name)
-        raise StateNotBuiltError(
-            f"{cls.__name__} was reset, so it has no {name!r} now; build it again with {cls.__name__}()"
-        )
+        cls._build_if_inherited(name)
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # One attribute alone would look like a state that is built.
+        if not type(self)._shared_state:
+            type(self)._build_if_inherited(name)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _build_if_inherited(cls, name: str) -> None:
+        """Build the state for who reads or sets ``name`` on an instance from another process; else it was reset."""
+        if cls._shared_state or not cls._inherited:
+            raise StateNotBuiltError(
+                f"{cls.__name__} was reset, so it has no {name!r} now; build it again with {cls.__name__}()"
+            )
+        cls()
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) or NotImplemented

@@ -8,7 +8,9 @@ waiting, or let them go on without what it should have prepared. The first rank 
 or bad, and the others read it. They look often rather than wait inside the store: a wait in C++ does not hear a
 keyboard interrupt, and writes warnings to the terminal each time it runs out.
 
-Both count calls for the life of the process, not of the group: a group that is made anew may find the old keys.
+Both count calls for the life of the process, not of the group: a group that is made anew may find the old keys. Turns
+within a turn are counted apart, as 3.1, 3.2: a first rank that fails after its inner turns has taken more of them than
+the others, who never came that far, and the next outer turn must still be the same one for all.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ _WORD_LENGTH: Final = 2000
 _DONE: Final = "done"
 
 _barriers = 0
-_turns = 0
+_turns = [0]  # how many were taken at each depth, the outermost first; the last is of the innermost one open
 
 
 def forget_counts() -> None:
     """Start counting again, in a child whose world is new."""
-    global _barriers, _turns
-    _barriers = _turns = 0
+    global _barriers
+    _barriers = 0
+    _turns[:] = [0]
 
 
 def barrier(rank: int, size: int, device_index: int | None) -> None:
@@ -145,13 +148,28 @@ def take_turn(rank: int, goes_first: bool, who: str, name: str) -> Iterator[None
     MissingRankError
         If the first rank gave no word within the group's time-out, or died with the store.
     """
-    global _turns
-    _turns += 1
     store = _store()
     if store is None:
         yield
         return
-    key = f"nbstate/turn/{_turns}/{who}"
+    with _numbered() as number:
+        yield from _in_turn(store, f"nbstate/turn/{number}/{who}", rank, goes_first, name)
+
+
+@contextlib.contextmanager
+def _numbered() -> Iterator[str]:
+    """The number of the turn that begins here, the same on every rank, as ``"3"`` or ``"3.1"``."""
+    depth = len(_turns)
+    _turns[-1] += 1
+    number = ".".join(map(str, _turns))
+    _turns.append(0)
+    try:
+        yield number
+    finally:
+        del _turns[depth:]
+
+
+def _in_turn(store: Store, key: str, rank: int, goes_first: bool, name: str) -> Iterator[None]:
     if not goes_first:
         _hear(store, key, name)
         yield

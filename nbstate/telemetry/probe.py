@@ -201,6 +201,8 @@ def enter_barrier() -> bool:
 def leave(completed: bool = True) -> None:
     """Leave what was entered last and return to the phase before it.
 
+    Like what enters, it is not heard on a thread that is not the rank's first.
+
     Parameters
     ----------
     completed : bool
@@ -208,7 +210,8 @@ def leave(completed: bool = True) -> None:
         where the rank was stuck.
     """
     pen = _pen
-    if pen is None or not pen.open:
+    # What a thread that was not heard entering would close is not its own.
+    if pen is None or not pen.open or pen.thread != _thread():
         return
     before, ended = pen.open.pop()
     pen.phase = before

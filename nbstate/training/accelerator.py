@@ -142,6 +142,9 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         precision.check_precision(self.mixed_precision)
         self._process = PartialState()
         self.gradient_state = GradientState(plugin)
+        if not (self.sync_gradients or self.gradient_state.in_dataloader):
+            # A cell that was interrupted between two synchronised steps must not leave the next one without any.
+            self.gradient_state._set_sync_gradients(True)
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -329,18 +332,20 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the scaler's scale, once a step; ``clip_grad_norm_`` does it itself.
+        """Divide gradients by the scaler's scale, once a step; ``clip_grad_norm_`` does it itself. On XLA, reduce them.
 
         Parameters
         ----------
         optimizer : optimizer or sequence, optional
             Prepared ones; all by default.
         """
-        if self.scaler is None or not self.sync_gradients:
+        if not self.sync_gradients:
             return
         if optimizer is None:
             optimizer = self._optimizers
-        for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        these = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        parallelism.reduce_on_xla(these, self.gradient_state)
+        for one in these:
             one.unscale()
 
     def clip_grad_norm_(

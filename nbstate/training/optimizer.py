@@ -10,6 +10,7 @@ import torch
 from nbstate.state import GradientState
 from nbstate.telemetry import probe
 from nbstate.training.containers import send_to_device
+from nbstate.training.parallelism import reduce_on_xla
 from nbstate.training.precision import LossScaler
 
 __all__ = ["AcceleratedOptimizer"]
@@ -130,9 +131,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Update the parameters, unless gradients are still being accumulated."""
         if not self.gradient_state.sync_gradients:
             return None
-        if self.scaler is not None:
-            return self._scaled_step(self.scaler, closure)
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        reduce_on_xla([self.optimizer], self.gradient_state)
+        try:
+            if self.scaler is not None:
+                return self._scaled_step(self.scaler, closure)
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        finally:
+            self.gradient_state.is_xla_gradients_synced = False
 
     def _scaled_step(self, scaler: LossScaler, closure: Callable[[], Any] | None) -> Any:
         before = scaler.get_scale()

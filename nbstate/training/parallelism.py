@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nbstate.state import ParallelismConfig, PartialState
+from nbstate.state import DistributedType, GradientState, ParallelismConfig, PartialState
 from nbstate.training.handlers import DistributedDataParallelKwargs
 from nbstate.training.precision import unwrap_forward
 
-__all__ = ["Unsynchronised", "check_parallelism", "extract_model_from_parallel", "trigger_sync", "wrap_model"]
+__all__ = [
+    "Unsynchronised",
+    "check_parallelism",
+    "extract_model_from_parallel",
+    "reduce_on_xla",
+    "trigger_sync",
+    "wrap_model",
+]
 
 _SERVED_LATER: Final = {
     "dp_shard": "sharding of parameters (FSDP)",
@@ -38,14 +47,18 @@ def wrap_model(
 ) -> torch.nn.Module:
     """Wrap a model so that its gradients are averaged over ranks.
 
-    One that is wrapped already, that has nothing to train, or that runs alone is handed back as it is.
+    One that is wrapped already, that has nothing to train, or that runs alone is handed back as it is. So is one on
+    XLA, whose gradients ``reduce_on_xla`` averages; it gets the main process's parameters.
     """
     if state.num_processes == 1 or isinstance(model, DistributedDataParallel):
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
+    if state.distributed_type is DistributedType.XLA:
+        importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(model)
+        return model
     arguments = handler.to_kwargs() if handler else {}
-    if state.device.type in ("cpu", "mps", "xla"):
+    if state.device.type in ("cpu", "mps"):
         ids = None
     else:
         ids = [state.device.index if state.device.index is not None else state.local_process_index]
@@ -53,6 +66,29 @@ def wrap_model(
     if handler is not None:
         handler.register_comm_hook(wrapped)
     return wrapped
+
+
+def reduce_on_xla(optimizers: Iterable[torch.optim.Optimizer], gradient_state: GradientState) -> None:
+    """Average the gradients of some optimizers' parameters over ranks, once a step. Does nothing off XLA.
+
+    An accumulated step is one graph on XLA, and one reduction at its end is part of that graph; DDP's hooks would cut
+    it at each backward. ``is_xla_gradients_synced`` says that it was done; the optimizer's step clears it.
+    """
+    # Stands on the hot path of every step: no instance is made to find out that there is nothing to do.
+    if PartialState._shared_state.get("distributed_type") is not DistributedType.XLA:
+        return
+    if gradient_state.is_xla_gradients_synced:
+        return
+    gradients = [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    xla = importlib.import_module("torch_xla.core.xla_model")
+    xla.all_reduce("sum", gradients, scale=1.0 / PartialState().num_processes)
+    gradient_state.is_xla_gradients_synced = True
 
 
 def extract_model_from_parallel(

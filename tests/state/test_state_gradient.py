@@ -128,6 +128,12 @@ def test_access_after_reset():
     for name in ("sync_gradients", "num_steps", "active_dataloader", "remainder", "is_xla_gradients_synced"):
         with pytest.raises(StateNotBuiltError, match=rf"GradientState was reset.*'{name}'"):
             getattr(state, name)
+    for name in ("sync_gradients", "is_xla_gradients_synced", "anything"):
+        with pytest.raises(StateNotBuiltError, match=rf"GradientState was reset.*'{name}'"):
+            setattr(state, name, False)
+    with pytest.raises(StateNotBuiltError):
+        state._set_sync_gradients(False)
+    assert not state.initialized
     assert repr(state) == "GradientState(not built)"
     assert "not built" in state._repr_html_()
     assert GradientState().num_steps == 1

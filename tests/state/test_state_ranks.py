@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -227,8 +228,7 @@ def test_the_timeout_is_honoured_and_the_error_names_the_absent_ranks():
         state = PartialState(**InitProcessGroupKwargs(timeout=timedelta(seconds=1)).to_kwargs())
         state.wait_for_everyone()
         if rank in (1, 3):
-            time.sleep(6)
-            return None
+            return None  # the process stays until all have reported
         started = time.monotonic()
         with pytest.raises(MissingRankError, match="barrier #2: ranks 1, 3 are missing, 2 of 4 ranks came") as caught:
             state.wait_for_everyone()
@@ -237,6 +237,7 @@ def test_the_timeout_is_honoured_and_the_error_names_the_absent_ranks():
 
     outcomes = values(run_ranks(function, 4))
     assert outcomes[0] == outcomes[2] == ((1, 3), True)
+    assert outcomes[1] == outcomes[3] is None
 
 
 def test_the_barrier_names_a_rank_that_died():
@@ -361,12 +362,38 @@ def test_a_failure_on_one_server_stays_there():
     assert outcomes == ["well", "well", "KeyboardInterrupt", "MainProcessFailedError"]
 
 
+def test_a_failure_after_turns_within_a_turn_leaves_the_next_turn_in_order():
+    def function(rank):
+        state = PartialState()
+        caught, times = "", []
+        try:
+            with state.main_process_first():
+                for _ in range(2):
+                    with state.local_main_process_first():
+                        pass
+                if rank == 0:
+                    raise ValueError("after the inner turns")
+        except Exception as error:
+            caught = type(error).__name__
+        with state.main_process_first():
+            times.append(time.monotonic_ns())
+            with state.main_process_first():
+                time.sleep(0.1 * (rank == 0))
+                times.append(time.monotonic_ns())
+        return caught, times
+
+    main, *others = values(run_ranks(function, 3))
+    assert main[0] == "ValueError"
+    for caught, times in others:
+        assert caught == "MainProcessFailedError"
+        assert times[0] >= main[1][1]
+
+
 def test_a_first_rank_that_never_comes_is_given_up_after_the_timeout():
     def function(rank):
         state = PartialState(timeout=1)
         if rank == 0:
-            time.sleep(4)
-            return None
+            return None  # the process, and the store in it, stay until all have reported
         told = r"main_process_first: .* not done within 0:00:01"
         with pytest.raises(MissingRankError, match=told), state.main_process_first():
             pass
@@ -405,10 +432,36 @@ def test_the_decorators_choose_their_ranks():
             def last(self):
                 return self.word
 
+            @state.on_main_process
+            @classmethod
+            def made(cls):
+                return cls.__name__
+
+            @classmethod
+            @state.on_last_process
+            def known(cls):
+                return cls.__name__
+
+            @state.on_process(process_index=1)
+            @staticmethod
+            def plain(value):
+                return value
+
         def name():
             return "ran"
 
+        @state.on_last_process
+        async def awaited():
+            return "awaited"
+
         trainer = Trainer("method")
+        of_all_kinds = trainer.made(), Trainer.known(), trainer.plain(rank), asyncio.run(awaited())
+        assert of_all_kinds == (
+            "Trainer" if rank == 0 else None,
+            "Trainer" if rank == 3 else None,
+            1 if rank == 1 else None,
+            "awaited" if rank == 3 else None,
+        )
         return (
             trainer.main(),
             trainer.last(),

@@ -13,6 +13,7 @@ from typing import Any
 import multiprocess
 import pytest
 import torch
+import torch._dynamo  # DDP and the optimizers import it when they are first used: once here, not in every forked rank
 import torch.distributed as dist
 
 from nbstate.telemetry import collectives, probe

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import multiprocess
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,11 +318,26 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("instrumented_when", ["first", "last"])
-def test_torch_compile_traces_as_before(instrumented_when):
+def test_torch_compile_traces_as_before():
+    def compiled():
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        sys.argv[1:] = ["last"]
+        exec(COMPILE, {})
+
+    # Dynamo is imported here, so a fork instruments last.
+    process = multiprocess.get_context("fork").Process(target=compiled)
+    process.start()
+    process.join(100)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_torch_compile_traces_as_before_where_it_is_imported_after_us():
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, instrumented_when],
+        [sys.executable, "-c", COMPILE, "first"],
         capture_output=True,
         text=True,
         timeout=100,

@@ -151,12 +151,17 @@ def test_other_threads_are_not_the_rank(board):
     def elsewhere() -> None:
         answers.extend([probe.enter("send"), probe.enter_barrier()])
         probe.enter_loader()
+        probe.leave()
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert answers == [False, False]
-    assert board.snapshot()[0].phase is Phase.RUNNING
+    for entered, inside in ((probe.enter_barrier, Phase.BARRIER), (lambda: None, Phase.RUNNING)):
+        entered()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert board.snapshot()[0].phase is inside
+        probe.leave()
+    assert answers == [False] * 4
+    assert board.snapshot()[0].barriers[-1].left > 0
 
 
 def test_a_child_of_a_rank_does_not_write_for_it(board):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # DDP and the optimizers import it when they are first used: once here, not in every forked rank
 from torch.utils.data import DataLoader
 
 from nbstate.launch.launcher import notebook_launcher
@@ -46,6 +47,28 @@ def in_ranks() -> Callable[..., list[Any]]:
             timeout=HUNG,
             **more,
         )
+
+    return run
+
+
+@pytest.fixture
+def each_in_ranks(in_ranks: Callable[..., list[Any]]) -> Callable[..., list[tuple[Any, ...]]]:
+    """Runs a function for many cases in one launch; returns for each case the results in rank order.
+
+    A case is what to call the function with: a tuple of positional or a dict of keyword arguments.
+    """
+
+    def run(
+        function: Callable[..., Any], cases: Sequence[tuple[Any, ...] | Mapping[str, Any]], **more: Any
+    ) -> list[tuple[Any, ...]]:
+        def one_after_the_other() -> list[Any]:
+            results = []
+            for case in cases:
+                GradientState.reset()
+                results.append(function(**case) if isinstance(case, Mapping) else function(*case))
+            return results
+
+        return list(zip(*in_ranks(one_after_the_other, **more), strict=True))
 
     return run
 

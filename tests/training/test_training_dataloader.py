@@ -40,33 +40,33 @@ def orders(
     return [[value for batch in loader for value in accelerator.gather(batch).tolist()] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seed": 7},
+def test_ranks_agree_on_a_shuffle_that_changes_by_epoch(each_in_ranks: Ranks) -> None:
+    cases: list[dict[str, Any]] = [
         {"seed": None},
-        {"seed": -7},
         {"seed": None, "own": True},
         {"seed": None, "use_seedable_sampler": True},
+        {"seed": 7},
+        {"seed": -7},
         {"seed": 7, "dispatch_batches": True},
         {"seed": 7, "dispatch_batches": True, "use_seedable_sampler": True},
-    ],
-)
-def test_ranks_agree_on_a_shuffle_that_changes_by_epoch(in_ranks: Ranks, options: dict[str, Any]) -> None:
-    mine, other = in_ranks(orders, 2, kwargs=options)
-    assert mine == other
-    assert all(sorted(epoch) == list(range(12)) for epoch in mine)
-    assert mine[0] != mine[1]
+    ]
+    found = each_in_ranks(orders, [{"epochs": 2, **case} for case in cases])
+    for case, (mine, other) in zip(cases, found, strict=True):
+        assert mine == other, case
+        assert all(sorted(epoch) == list(range(12)) for epoch in mine), case
+        assert mine[0] != mine[1], case
 
 
-@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}])
-def test_many_ranks_see_the_order_that_one_process_sees(in_ranks: Ranks, config: dict[str, Any]) -> None:
-    alone = orders(2, 3, **config)
-    if not config:
-        set_seed(3)
-        plain = DataLoader(torch.arange(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        assert alone == [[value for batch in plain for value in batch.tolist()] for _ in range(2)]
-    assert in_ranks(orders, 2, 3, kwargs=config) == [alone, alone]
+def test_many_ranks_see_the_order_that_one_process_sees(each_in_ranks: Ranks) -> None:
+    set_seed(3)
+    plain = DataLoader(torch.arange(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    seen = [[value for batch in plain for value in batch.tolist()] for _ in range(2)]
+    assert orders(2, 3) == seen
+    configs: list[dict[str, Any]] = [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}]
+    cases = [{"epochs": 2, "seed": 3, **config} for config in configs]
+    for case, found in zip(cases, each_in_ranks(orders, cases), strict=True):
+        alone = orders(**case)
+        assert found == (alone, alone), case
 
 
 def test_a_seeded_order_depends_on_seed_and_epoch_alone() -> None:
@@ -147,13 +147,13 @@ def test_batches_go_to_the_device(numbers: Loaders) -> None:
     assert [batch.device.type for batch in stay] == ["cpu", "cpu"]
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("iterable", [False, True])
-def test_skipping_goes_on_in_the_middle_of_the_same_epoch(in_ranks: Ranks, dispatch: bool, iterable: bool) -> None:
-    for seen, rest, again, length in in_ranks(skip_some, dispatch, iterable):
-        assert rest == seen[8:]
-        assert again == seen
-        assert length == (None if iterable else 3)
+def test_skipping_goes_on_in_the_middle_of_the_same_epoch(each_in_ranks: Ranks) -> None:
+    cases = [(dispatch, iterable) for dispatch in (False, True) for iterable in (False, True)]
+    for (dispatch, iterable), found in zip(cases, each_in_ranks(skip_some, cases), strict=True):
+        for seen, rest, again, length in found:
+            assert rest == seen[8:], (dispatch, iterable)
+            assert again == seen, (dispatch, iterable)
+            assert length == (None if iterable else 3), (dispatch, iterable)
 
 
 def test_a_stream_that_tells_its_length_has_a_remainder_though_ranks_read_it_through_a_filter() -> None:

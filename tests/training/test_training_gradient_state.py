@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import weakref
@@ -20,6 +21,9 @@ from nbstate.training import Accelerator, DataLoaderConfiguration, prepare_data_
 Loaders = Callable[..., DataLoader[Any]]
 Ranks = Callable[..., list[Any]]
 
+# Whether batches are split, and whether one rank reads for all.
+WAYS = list(itertools.product((False, True), (False, True)))
+
 
 class Stream(IterableDataset[int]):
     """The numbers 0 to n - 1, of a length that nobody is told."""
@@ -34,7 +38,6 @@ class Stream(IterableDataset[int]):
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Nothing is freed but by reference count."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -111,13 +114,14 @@ def test_end_and_remainder_alone(n: int, last: tuple[bool, int]) -> None:
     assert not any(end for end, _ in flags[:-1])
 
 
-@pytest.mark.parametrize(("split", "dispatch"), [(False, False), (True, False), (False, True), (True, True)])
-def test_end_and_remainder_are_the_same_on_every_rank(in_ranks: Ranks, split: bool, dispatch: bool) -> None:
-    for n, batches, remainder in [(16, 4, 0), (17, 5, 1), (15, 4, 3), (1, 1, 1)]:
-        results = in_ranks(flags_of_an_epoch, n, split, dispatch)
-        assert results[0] == results[1]
-        assert [end for end, _ in results[0]] == [False] * (batches - 1) + [True]
-        assert results[0][-1][1] == remainder
+def test_end_and_remainder_are_the_same_on_every_rank(each_in_ranks: Ranks) -> None:
+    expected = {16: (4, 0), 17: (5, 1), 15: (4, 3), 1: (1, 1)}
+    cases = [(n, *way) for way in WAYS for n in expected]
+    for case, (first, second) in zip(cases, each_in_ranks(flags_of_an_epoch, cases), strict=True):
+        batches, remainder = expected[case[0]]
+        assert first == second, case
+        assert [end for end, _ in first] == [False] * (batches - 1) + [True], case
+        assert first[-1][1] == remainder, case
 
 
 def test_an_evaluation_loader_leaves_the_outer_flags_alone(numbers: Loaders) -> None:
@@ -235,6 +239,23 @@ def test_the_state_may_be_reset_within_a_loop(numbers: Loaders) -> None:
     assert GradientState().dataloader_references == [None]
 
 
+def test_a_new_accelerator_synchronises_whatever_an_abandoned_loop_left_behind(numbers: Loaders) -> None:
+    first = Accelerator(gradient_accumulation_steps=4)
+    for _ in first.prepare(numbers(8, 1)):
+        with first.accumulate():
+            # One that is made within a loop, by a library say, changes nothing for that loop.
+            assert not Accelerator(gradient_accumulation_steps=4).sync_gradients
+        break
+    assert not first.sync_gradients
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator = Accelerator()
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    assert accelerator.sync_gradients
+    accelerator.backward(weight.sum())
+    optimizer.step()
+    assert weight.item() == 0.5
+
+
 def test_an_iteration_abandoned_at_exit_is_silent() -> None:
     script = """
 import torch
@@ -270,17 +291,14 @@ def test_a_stream_of_unknown_length_alone() -> None:
     assert read_stream(5, None, 0) == ([0, 1, 2, 3, 4], [False, False, True], 1)
 
 
-@pytest.mark.parametrize("n", [4, 5, 8, 11])
-def test_a_stream_of_unknown_length_read_by_every_rank_ends_and_loses_nothing(in_ranks: Ranks, n: int) -> None:
-    global_batches = -(-n // 4)
-    expected = [*range(n), *range(global_batches * 4 - n)], [False] * (global_batches - 1) + [True], 1
-    assert in_ranks(read_stream, n, False, 0) == [expected, expected]
-
-
-@pytest.mark.parametrize("n", [4, 5, 8, 11])
-def test_a_stream_of_unknown_length_read_by_the_main_rank_ends_and_loses_nothing(in_ranks: Ranks, n: int) -> None:
-    expected = list(range(n)), [False] * (-(-n // 4) - 1) + [True], 1
-    assert in_ranks(read_stream, n, None, 0) == [expected, expected]
+def test_a_stream_of_unknown_length_in_ranks_ends_and_loses_nothing(each_in_ranks: Ranks) -> None:
+    cases = [(n, dispatch, 0) for n in (4, 5, 8, 11) for dispatch in (None, False)]
+    for (n, dispatch, _), found in zip(cases, each_in_ranks(read_stream, cases), strict=True):
+        global_batches = -(-n // 4)
+        # Where every rank reads, nobody knows what is filling; the main rank, which reads for all, does.
+        filling = range(global_batches * 4 - n) if dispatch is False else ()
+        expected = [*range(n), *filling], [False] * (global_batches - 1) + [True], 1
+        assert found == (expected, expected), (n, dispatch)
 
 
 def test_a_dropped_last_batch_means_that_nothing_is_truncated(in_ranks: Ranks) -> None:
@@ -327,11 +345,12 @@ def test_every_sample_is_gathered_once_alone(n: int) -> None:
     check_every_way(gather_every_way(n, 4, False, False), n, 1)
 
 
-@pytest.mark.parametrize(("split", "dispatch"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(("ranks", "n"), [(2, 20), (2, 18), (2, 17), (3, 25), (2, 1)])
-def test_every_sample_is_gathered_once(in_ranks: Ranks, ranks: int, n: int, split: bool, dispatch: bool) -> None:
-    for seen in in_ranks(gather_every_way, n, 4, split, dispatch, ranks=ranks):
-        check_every_way(seen, n, ranks)
+@pytest.mark.parametrize(("ranks", "lengths"), [(2, [20, 18, 17, 1]), (3, [25])])
+def test_every_sample_is_gathered_once(each_in_ranks: Ranks, ranks: int, lengths: list[int]) -> None:
+    cases = [(n, 4, *way) for n in lengths for way in WAYS]
+    for case, found in zip(cases, each_in_ranks(gather_every_way, cases, ranks=ranks), strict=True):
+        for seen in found:
+            check_every_way(seen, case[0], ranks)
 
 
 def use_workers() -> tuple[list[int], int, list[int]]:

@@ -77,10 +77,11 @@ def test_one_process(n: int, steps: int) -> None:
     assert seen == EPOCHS * n
 
 
-@pytest.mark.parametrize(("split", "dispatch"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("ranks", "n", "steps"), [(2, 64, 2), (2, 61, 2), (2, 61, 3), (4, 61, 2)])
-def test_ranks(in_ranks: Ranks, ranks: int, n: int, steps: int, split: bool, dispatch: bool) -> None:
+def test_ranks(each_in_ranks: Ranks, ranks: int, n: int, steps: int) -> None:
     expected = reference(n, steps, filled=True)
-    for found, seen in in_ranks(train, n, steps, split, dispatch, ranks=ranks):
-        torch.testing.assert_close(found, expected)
-        assert seen == EPOCHS * n
+    ways = [(n, steps, split, dispatch) for split, dispatch in [(False, False), (True, False), (False, True)]]
+    for way, results in zip(ways, each_in_ranks(train, ways, ranks=ranks), strict=True):
+        for found, seen in results:
+            torch.testing.assert_close(found, expected, msg=lambda text, way=way: f"{way}: {text}")
+            assert seen == EPOCHS * n, way

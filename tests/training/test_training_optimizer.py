@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from nbstate.telemetry.board import Slot
 from nbstate.training import Accelerator, GradScalerKwargs
 
@@ -129,3 +131,67 @@ def test_modes_of_schedule_free_optimizers_are_passed_on() -> None:
     plain = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     plain.train()
     plain.eval()
+
+
+class FakeXla:
+    """The XLA of a machine with two devices that is not here: two ranks whose gradients are the same but for a sign."""
+
+    def __init__(self) -> None:
+        self.reductions: list[tuple[list[float], bool]] = []
+        self.broadcast: list[torch.nn.Module] = []
+
+    def all_reduce(self, kind: str, gradients: list[torch.Tensor], scale: float) -> None:
+        assert (kind, scale) == ("sum", 0.5)
+        self.reductions.append(([gradient.item() for gradient in gradients], GradientState().is_xla_gradients_synced))
+        for gradient in gradients:
+            gradient.zero_()
+
+    def broadcast_master_param(self, model: torch.nn.Module) -> None:
+        self.broadcast.append(model)
+
+    def sync(self) -> None: ...
+
+
+@pytest.fixture
+def fake_xla(monkeypatch: pytest.MonkeyPatch) -> FakeXla:
+    fake = FakeXla()
+    monkeypatch.setitem(sys.modules, "torch_xla", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", fake)  # type: ignore[arg-type]
+    AcceleratorState()
+    for state, name, value in (
+        (PartialState, "num_processes", 2),
+        (PartialState, "distributed_type", DistributedType.XLA),
+        (AcceleratorState, "distributed_type", DistributedType.XLA),
+    ):
+        monkeypatch.setitem(state._shared_state, name, value)
+    return fake
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_on_xla_gradients_are_reduced_once_a_synchronised_step(fake_xla: FakeXla, clip: bool) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    state = accelerator.gradient_state
+    own = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=1.0))
+    assert model is own
+    assert fake_xla.broadcast == [own]
+    before, synced = own.weight.item(), []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            if clip:
+                accelerator.clip_grad_norm_(own.parameters(), 9.0)
+            synced.append(state.is_xla_gradients_synced)
+            optimizer.step()
+            synced.append(state.is_xla_gradients_synced)
+            optimizer.zero_grad()
+    assert synced == [False, False, clip, False] * 2
+    assert fake_xla.reductions == [([1.0], False)] * 2
+    assert own.weight.item() == before
+
+
+def test_off_xla_the_flag_stays_down() -> None:
+    _, weight, optimizer = prepared()
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert not GradientState().is_xla_gradients_synced

@@ -69,12 +69,12 @@ def one_cycle(n: int, steps: int, epochs: int) -> tuple[int, int]:
     return scheduler.last_epoch, scheduler.total_steps
 
 
-@pytest.mark.parametrize(("n", "steps"), [(16, 2), (13, 2), (12, 4), (9, 1)])
-def test_one_cycle_is_run_to_its_total_and_never_past_it(in_ranks: Ranks, n: int, steps: int) -> None:
+def test_one_cycle_is_run_to_its_total_and_never_past_it(each_in_ranks: Ranks) -> None:
     # torch raises where a OneCycle is advanced past its total.
-    for epochs in (1, 2):
-        for reached, total in [one_cycle(n, steps, epochs), *in_ranks(one_cycle, n, steps, epochs)]:
-            assert reached == total == n // steps
+    cases = [(n, steps, epochs) for n, steps in [(16, 2), (13, 2), (12, 4), (9, 1)] for epochs in (1, 2)]
+    for (n, steps, epochs), found in zip(cases, each_in_ranks(one_cycle, cases), strict=True):
+        for reached, total in [one_cycle(n, steps, epochs), *found]:
+            assert reached == total == n // steps, (n, steps, epochs)
 
 
 def test_it_waits_when_the_optimizer_skipped_its_step() -> None:
