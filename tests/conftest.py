@@ -41,7 +41,8 @@ def kernel() -> Iterator[RealKernel]:
     """A real Jupyter kernel that the tests of one module share, with nbstate imported and its helpers warm."""
     with RealKernel() as running:
         running.good(
-            "import functools, os, sys, time\nimport torch, nbstate\nfrom nbstate import notebook_launcher, PartialState\n"
+            "import functools, os, sys, time\nimport torch, nbstate\n"
+            "from nbstate import notebook_launcher, PartialState\n"
             "notebook_launcher(lambda: None, num_processes=1, start_method='forkserver', dashboard=False)"
         )
         yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -167,7 +168,7 @@ class Launch:
         try:
             self.dashboard.refresh(self._view("running"))
         except Exception as error:  # a picture that cannot be drawn must not end the launch
-            self.dashboard = None
+            self._next_refresh = math.inf
             self._write_to_cell("stderr", f"nbstate: the dashboard has stopped: {type(error).__name__}: {error}\n")
 
     def _view(self, state: Any, message: str = "", guilty: tuple[int, ...] = ()) -> LaunchView:
@@ -372,16 +373,21 @@ class Launch:
         if self.dashboard is None:
             return
         error = self._error
+        guilty: tuple[int, ...] = ()
+        state, message = "failed", self._said_failure
         if error is None:
-            self.dashboard.finish(self._view("finished"))
+            state = "finished"
         elif isinstance(error, KeyboardInterrupt):
-            self.dashboard.finish(self._view("interrupted"))
+            state = "interrupted"
         elif isinstance(error, LaunchStoppedError):
-            self.dashboard.finish(self._view("stopped"))
+            state = "stopped"
         else:
-            message = self._said_failure or f"{type(error).__name__}: {error}"
+            message = message or f"{type(error).__name__}: {error}"
             guilty = (error.rank,) if isinstance(error, RankError) else ()
-            self.dashboard.finish(self._view("failed", message, guilty=guilty))
+        try:
+            self.dashboard.finish(self._view(state, message, guilty))
+        except Exception as failure:  # results are not lost for a picture
+            self._write_to_cell("stderr", f"nbstate: no last picture: {type(failure).__name__}: {failure}\n")
 
 
 def _exitcode(states: list[Any], rank: int) -> int | None:

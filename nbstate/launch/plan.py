@@ -79,5 +79,5 @@ class RankPlan:
         return _rebuild, (pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL), handed_over)
 
 
-def _rebuild(state: bytes, handed_over: dict[str, Fd]) -> RankPlan:
+def _rebuild(state: bytes, handed_over: dict[str, Any]) -> RankPlan:
     return RankPlan(**pickle.loads(state), **handed_over)

@@ -145,8 +145,9 @@ def test_settings_of_one_launch_do_not_stay_for_the_next(kernel: RealKernel) -> 
         assert second.result == "[('no', 3), ('no', 3), ('no', 3)]"
 
 
+@pytest.mark.parametrize("method", ["auto", "spawn"])
 def test_ranks_see_the_kernels_directory_path_environment_and_files_as_they_are_now(
-    own_kernel: RealKernel, tmp_path: Path
+    own_kernel: RealKernel, tmp_path: Path, method: str
 ) -> None:  # C41
     own_kernel.good(SETUP + "nbstate.load_ipython_extension(get_ipython())")
     own_kernel.good("notebook_launcher(lambda: None, num_processes=2, dashboard=False)")  # the helper is warm now
@@ -159,7 +160,7 @@ def test_ranks_see_the_kernels_directory_path_environment_and_files_as_they_are_
         "    import local_module\n"
         "    return os.getcwd(), os.environ.get('SET_LATER'), 'HOME' in os.environ, local_module.value\n"
     )
-    launch = "notebook_launcher(f, num_processes=1, dashboard=False)"
+    launch = f"notebook_launcher(f, num_processes=1, start_method={method!r}, dashboard=False)"
     assert own_kernel.good(f"print({launch})").stdout == f"{[(str(tmp_path), 'yes', False, 1)]}\n"
     (tmp_path / "local_module.py").write_text("value = 22222\n")
     assert own_kernel.good(f"print({launch})").stdout == f"{[(str(tmp_path), 'yes', False, 22222)]}\n"
@@ -274,7 +275,7 @@ def test_no_launch_hangs_in_a_kernel_that_prints_and_computes(own_kernel: RealKe
 
 
 def test_between_launches_nobody_is_in_the_kernels_process_group(kernel: RealKernel, start_method: str) -> None:
-    """ipykernel waits for its group at every restart; but ranks are in it, for a front end's interrupt."""
+    """A restart waits for the kernel's group to be empty; but ranks are in it, for a front end's interrupt."""
     options = f"num_processes=2, start_method={start_method!r}, dashboard=False"
     groups = kernel.good(f"set(notebook_launcher(os.getpgrp, {options})) == {{os.getpgrp()}}")
     assert groups.result == "True"
