@@ -24,7 +24,7 @@ Each class is also the built-in error a caller would expect to catch, so ``excep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 __all__ = [
     "ArgumentTypeError",
@@ -121,8 +121,9 @@ class LaunchStoppedError(LaunchError):
 class RankError(LaunchError):
     """A rank failed: the first cause, not the first noise.
 
-    The text holds the guilty rank's traceback with the notebook's source lines, then one line on what each other
-    rank was doing. ``__cause__`` is the rank's own exception where it could travel.
+    The text says what is wrong in its first line, then holds the guilty rank's traceback with the notebook's source
+    lines, then one line on what each other rank was doing. ``__cause__`` is the rank's own exception, with the causes
+    and contexts that it has, where it could travel. A notebook shows the same with the source around each line.
 
     Attributes
     ----------
@@ -138,6 +139,8 @@ class RankError(LaunchError):
         The guilty rank's last output lines.
     results : dict of int to object
         Results of the ranks that had already returned.
+    drawing : tuple of str
+        The lines that IPython shows instead of the text, colours included; empty outside IPython.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class RankError(LaunchError):
         others: Mapping[int, str] | None = None,
         log_tail: Sequence[str] = (),
         results: Mapping[int, Any] | None = None,
+        drawing: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -158,3 +162,19 @@ class RankError(LaunchError):
         self.others = dict(others or {})
         self.log_tail = tuple(log_tail)
         self.results = dict(results or {})
+        self.drawing = tuple(drawing)
+
+    def _render_traceback_(self) -> list[str]:
+        """Tell IPython what to print: the drawing where there is one."""
+        return list(self.drawing) or super()._render_traceback_()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rank_error, (type(self), str(self), {name: getattr(self, name) for name in _RANK_ERROR_FIELDS})
+
+
+_RANK_ERROR_FIELDS: Final = ("rank", "cause_type", "traceback", "others", "log_tail", "results", "drawing")
+
+
+def _rank_error(kind: type[RankError], message: str, fields: Mapping[str, Any]) -> RankError:
+    """Make a RankError anew; pickle cannot give keyword arguments by itself."""
+    return kind(message, **fields)

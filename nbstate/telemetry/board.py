@@ -39,6 +39,7 @@ from nbstate.telemetry.layout import (
     decode,
     fit,
     read_barriers,
+    shape_text,
     signed,
 )
 
@@ -82,6 +83,7 @@ _IN_COLLECTIVE: Final = int(Phase.COLLECTIVE)
 _IN_BARRIER: Final = int(Phase.BARRIER)
 _BARRIER_TEXT_AT: Final = TEXT_PLACES["barrier_file"][0] * WORD
 _COLLECTIVE_TEXT_AT: Final = TEXT_PLACES["collective_file"][0] * WORD
+_SHAPE_TEXT_AT: Final = TEXT_PLACES["collective_shape"][0] * WORD
 
 
 class Slot:
@@ -98,9 +100,10 @@ class Slot:
         self._seen: tuple[int, RankSnapshot] | None = None
         self._ring: tuple[bytes, tuple[Barrier, ...]] = (b"", ())
         self._stuck = 0  # a version at which the slot was found half-written before: not waited for again
-        # File and name of the collective whose texts stand in the slot: a loop that comes by again need not store them.
+        # File, name and shape of the collective whose texts stand in the slot: a loop need not store them again.
         self._file: str | None = None
         self._name: str | None = None
+        self._shape: str | None = None
 
     def write(self, **fields: int) -> None:
         """Store words by name. Readers see all of them or none."""
@@ -113,7 +116,7 @@ class Slot:
     def write_text(self, **fields: str) -> None:
         """Store texts by name, each cut from the left to its room (the end of a path says more than its start)."""
         words, raw = self._words, self._raw
-        self._file = None
+        self._file = self._shape = None
         words[0] = version = words[0] | 1
         for name, text in fields.items():
             at, room = TEXT_PLACES[name]
@@ -153,13 +156,22 @@ class Slot:
         words[0] = version + 1
 
     def open_collective(
-        self, number: int, now: int, filename: str, line: int, name: str, nbytes: int, partial: bool
+        self,
+        number: int,
+        now: int,
+        filename: str,
+        line: int,
+        name: str,
+        nbytes: int,
+        partial: bool,
+        shape: str = "",
     ) -> None:
         """Store that a collective was entered, phase and heartbeat included, in one guarded write."""
         words = self._words
         texts = None
         if filename is not self._file or name is not self._name:
             texts = collective_texts(filename, name)
+        form = None if shape is self._shape else shape_text(shape)
         words[0] = version = words[0] | 1
         words[_HEARTBEAT] = now
         words[_PHASE] = _IN_COLLECTIVE
@@ -172,6 +184,9 @@ class Slot:
         if texts is not None:
             self._raw[_COLLECTIVE_TEXT_AT : _COLLECTIVE_TEXT_AT + len(texts)] = texts
             self._file, self._name = filename, name
+        if form is not None:
+            self._raw[_SHAPE_TEXT_AT : _SHAPE_TEXT_AT + len(form)] = form
+            self._shape = shape
         words[0] = version + 1
 
     def close_collective(self, phase: int, now: int) -> None:

@@ -72,6 +72,8 @@ _CALLS: Final = {
     "recv": _Call("tensor", pairwise=True),
     "batch_isend_irecv": _Call("p2p_op_list", pairwise=True),
 }
+_shapes: Final[dict[tuple[torch.dtype, torch.Size], str]] = {}
+_MAX_SHAPES: Final = 4096
 _ABSENT: Final = 1 << 30  # the position of an argument that a function does not have
 
 
@@ -169,7 +171,7 @@ def _wrap_call(bare: Callable[..., Any], name: str, call: _Call) -> Callable[...
     """A wrapper around one collective. Everything the hot path needs is a local or a cell of the closure."""
     payload, payload_at = call.payload, _position(bare, call.payload)
     group_at = _position(bare, "group")
-    pairwise = call.pairwise
+    pairwise, shapes = call.pairwise, _shapes
     enter, leave = probe.enter, probe.leave
     tensor_type = torch.Tensor
     compiling = torch.compiler.is_dynamo_compiling
@@ -182,10 +184,14 @@ def _wrap_call(bare: Callable[..., Any], name: str, call: _Call) -> Callable[...
         part: Any = args[payload_at] if count > payload_at else kwargs.get(payload)
         group = args[group_at] if count > group_at else kwargs.get("group")
         try:
-            nbytes = part.nbytes if type(part) is tensor_type else _size(part)
+            if type(part) is tensor_type:
+                nbytes = part.nbytes
+                shape = shapes.get((part.dtype, part.shape)) or _remember_shape(part)
+            else:
+                nbytes, shape = _size(part), _shape(part)
         except RuntimeError:  # a sparse tensor has no such number
-            nbytes = 0
-        if not enter(name, nbytes, pairwise or (group is not None and _smaller(group))):
+            nbytes, shape = 0, ""
+        if not enter(name, nbytes, pairwise or (group is not None and _smaller(group)), shape):
             return bare(*args, **kwargs)
         try:
             result = bare(*args, **kwargs)
@@ -242,6 +248,24 @@ def _size(part: Any) -> int:
         return int(part.nbytes)
     except (AttributeError, RuntimeError):
         return 0
+
+
+def _remember_shape(tensor: torch.Tensor) -> str:
+    """A tensor's shape and dtype as ``"4x8 float32"``: one text for all tensors alike."""
+    if len(_shapes) >= _MAX_SHAPES:
+        _shapes.clear()
+    sizes = "x".join(map(str, tensor.shape)) or "scalar"
+    return _shapes.setdefault((tensor.dtype, tensor.shape), f"{sizes} {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _shape(part: Any) -> str:
+    """The same for what need not be a tensor: ``"2 of 4x8 float32"`` for a list of tensors that are alike."""
+    if isinstance(part, torch.Tensor):
+        return _remember_shape(part)
+    if not isinstance(part, list | tuple) or not part or not all(isinstance(item, torch.Tensor) for item in part):
+        return ""
+    kinds = {_remember_shape(item) for item in part}
+    return f"{len(part)} of {kinds.pop()}" if len(kinds) == 1 else f"{len(part)} tensors"
 
 
 def _traceable() -> dict[Any, Any]:

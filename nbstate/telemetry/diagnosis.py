@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, Literal
 
 from nbstate.telemetry.board import Phase, RankSnapshot
-from nbstate.telemetry.source import show_line
+from nbstate.telemetry.operations import Operation, World, place_of
 
 __all__ = ["FINDINGS", "Kind", "Operation", "Verdict", "World", "diagnose", "name_ranks"]
 
@@ -30,9 +29,24 @@ Kind = Literal["starting", "well", "late", "missing", "mismatch", "finished", "f
 
 _SECOND: Final = 1_000_000_000
 LATE_AFTER: Final = _SECOND // 2  # ns between the first arrival and the first word about those who have not come
-MISMATCH_AFTER: Final = _SECOND  # ns that a rank waits before its operation is compared with the others'
 UNEXPLAINED_AFTER: Final = 10 * _SECOND  # ns that all ranks wait in one operation before that is called unknown
 
+# Operations whose parts must be of one size on all ranks.
+_ALIKE: Final = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_reduce",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+    }
+)
 _WAITING: Final = frozenset({Phase.COLLECTIVE, Phase.BARRIER})
 _RETURNED: Final = frozenset({Phase.RETURNING, Phase.FINISHED})
 _UP: Final = frozenset({Phase.RUNNING, Phase.LOADER}) | _WAITING
@@ -60,65 +74,6 @@ class Verdict:
     sentence: str
     ranks: tuple[int, ...] = ()
     since: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """The barrier or collective that a rank entered last.
-
-    ``place`` is its number among all operations of the whole world, 0 if only a part of the world takes part.
-    ``waiting`` says whether the rank is still in it; ``entered`` is in ``time.monotonic_ns()``.
-    """
-
-    rank: int
-    place: int
-    name: str
-    number: int
-    line: str
-    entered: int
-    waiting: bool
-
-    def __str__(self) -> str:
-        """As people call it: ``barrier #7 (In[5], line 14)``."""
-        shown = f"{self.name} #{self.number}" if self.place and self.name != "init_process_group" else self.name
-        return f"{shown} ({self.line})" if self.line else shown
-
-
-@dataclass(frozen=True)
-class World:
-    """Everything the findings look at: the snapshots in rank order, the time, and what the notebook calls its cells."""
-
-    snapshots: tuple[RankSnapshot, ...]
-    now: int
-    cells: Mapping[str, str]
-
-    @cached_property
-    def operations(self) -> Mapping[int, Operation]:
-        """The last operation of each rank that has had one."""
-        found = (last_operation(snapshot, self.cells) for snapshot in self.snapshots)
-        return {operation.rank: operation for operation in found if operation is not None}
-
-    @cached_property
-    def open(self) -> tuple[Operation, ...]:
-        """Operations of the whole world in which ranks wait now, those that came first first."""
-        waiting = (op for op in self.operations.values() if op.waiting and op.place)
-        return tuple(sorted(waiting, key=lambda op: (op.entered, op.rank)))
-
-    @cached_property
-    def meetings(self) -> Mapping[int, Mapping[str, Sequence[Operation]]]:
-        """The last operations of all ranks, by place and then by name: more than one name at a place is a mismatch."""
-        found: dict[int, dict[str, list[Operation]]] = defaultdict(lambda: defaultdict(list))
-        for op in self.operations.values():
-            found[op.place][op.name].append(op)
-        return found
-
-    def phased(self, *phases: Phase) -> tuple[RankSnapshot, ...]:
-        """The ranks in one of these phases."""
-        return tuple(snapshot for snapshot in self.snapshots if snapshot.phase in phases)
-
-    def seconds_since(self, moment: int) -> float:
-        """Seconds from a moment to now; never negative, since a rank may write after the kernel took the time."""
-        return max(0, self.now - moment) / _SECOND
 
 
 def diagnose(snapshots: Sequence[RankSnapshot], now: int, cells: Mapping[str, str] | None = None) -> Verdict:
@@ -157,32 +112,6 @@ def diagnose(snapshots: Sequence[RankSnapshot], now: int, cells: Mapping[str, st
     return Verdict("unknown", "nothing is known about the ranks")
 
 
-def last_operation(snapshot: RankSnapshot, cells: Mapping[str, str]) -> Operation | None:
-    """The barrier or collective that a rank entered last, or None if it has entered none."""
-    if not snapshot.barrier_entered and not snapshot.collective_entered:
-        return None
-    place = snapshot.barrier + snapshot.collective
-    if snapshot.barrier_entered > snapshot.collective_entered:
-        return Operation(
-            rank=snapshot.rank,
-            place=place,
-            name="barrier",
-            number=snapshot.barrier,
-            line=show_line(snapshot.barrier_file, snapshot.barrier_line, cells),
-            entered=snapshot.barrier_entered,
-            waiting=snapshot.phase is Phase.BARRIER and snapshot.in_barrier,
-        )
-    return Operation(
-        rank=snapshot.rank,
-        place=0 if snapshot.collective_partial else place,
-        name=snapshot.collective_name,
-        number=snapshot.collective,
-        line=show_line(snapshot.collective_file, snapshot.collective_line, cells),
-        entered=snapshot.collective_entered,
-        waiting=snapshot.phase is Phase.COLLECTIVE and snapshot.in_collective,
-    )
-
-
 def find_failed(world: World) -> Verdict | None:
     """A rank's function raised."""
     failed = sorted(world.phased(Phase.FAILED), key=lambda snapshot: snapshot.phase_since)
@@ -216,15 +145,15 @@ def find_finished(world: World) -> Verdict | None:
 def find_missing(world: World) -> Verdict | None:
     """Ranks wait in an operation that others, whose function has returned, never came to and never will."""
     returned = world.phased(*_RETURNED)
-    lowest = min(map(_place, returned), default=0)
+    lowest = min(map(place_of, returned), default=0)
     operation = next((op for op in world.open if op.place > lowest), None)
     if not returned or operation is None:
         return None
-    gone = tuple(s for s in returned if _place(s) < operation.place)
+    gone = tuple(s for s in returned if place_of(s) < operation.place)
     waiters = [op for op in world.open if op.place == operation.place]
     have = "has" if len(gone) == 1 else "have"
     sentence = f"{_waiters(waiters)}, but {name_ranks(s.rank for s in gone)} {have} finished without it"
-    elsewhere = [s for s in world.snapshots if s.phase in _UP and _place(s) < operation.place]
+    elsewhere = [s for s in world.snapshots if s.phase in _UP and place_of(s) < operation.place]
     if elsewhere:
         sentence += f"; {_doings(elsewhere, world)}"
     return Verdict("missing", sentence, tuple(s.rank for s in gone))
@@ -234,12 +163,30 @@ def find_mismatch(world: World) -> Verdict | None:
     """Ranks have entered different operations at the same place of the common order."""
     for operation in world.open:
         by_name = world.meetings[operation.place]
-        if len(by_name) == 1 or world.now - operation.entered < MISMATCH_AFTER:
+        if world.now - operation.entered < world.mismatch_after:
+            continue
+        if len(by_name) == 1:
+            verdict = _different_sizes(next(iter(by_name.values())))
+            if verdict is not None:
+                return verdict
             continue
         groups = sorted(by_name.values(), key=lambda group: (-len(group), group[0].rank))
         sentence = ", ".join(_called(group) for group in groups)
         return Verdict("mismatch", f"different collectives meet: {sentence}", _minority(groups))
     return None
+
+
+def _different_sizes(operations: Sequence[Operation]) -> Verdict | None:
+    """Ranks have put parts of different sizes into one operation that needs them alike."""
+    by_size: dict[tuple[int, str], list[Operation]] = defaultdict(list)
+    for op in operations:
+        if op.name in _ALIKE and op.shape:
+            by_size[op.size].append(op)
+    if len(by_size) < 2:
+        return None
+    groups = sorted(by_size.values(), key=lambda group: (-len(group), group[0].rank))
+    sentence = ", ".join(f"{_called(group)} with {group[0].shape}" for group in groups)
+    return Verdict("mismatch", f"different shapes meet: {sentence}", _minority(groups))
 
 
 def find_starting(world: World) -> Verdict | None:
@@ -261,7 +208,7 @@ def find_late(world: World) -> Verdict | None:
     first = next(op for op in world.open if op.place == place)
     if world.now - first.entered < LATE_AFTER:
         return None
-    late = tuple(s for s in world.snapshots if s.phase in _UP and _place(s) < place)
+    late = tuple(s for s in world.snapshots if s.phase in _UP and place_of(s) < place)
     if not late:
         return None
     are = "is" if len(late) == 1 else "are"
@@ -337,10 +284,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
         parts.append(f"{rest} more")
     shown = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank {shown}" if total == 1 else f"ranks {shown}"
-
-
-def _place(snapshot: RankSnapshot) -> int:
-    return snapshot.barrier + snapshot.collective
 
 
 def _all_or_some(some: Sequence[RankSnapshot], world: World) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "decode",
     "fit",
     "read_barriers",
+    "shape_text",
     "signed",
 ]
 
@@ -97,7 +98,13 @@ WORDS: Final = (
     "memory_total",
 )
 SIGNED: Final = frozenset({"remainder", "epoch"})
-TEXTS: Final = {"device": 24, "barrier_file": 200, "collective_file": 200, "collective_name": 40}
+TEXTS: Final = {
+    "device": 24,
+    "barrier_file": 200,
+    "collective_file": 200,
+    "collective_name": 40,
+    "collective_shape": 48,
+}
 HISTORY: Final = 32
 
 WORD: Final = 8
@@ -139,6 +146,12 @@ def collective_texts(filename: str, name: str) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
+def shape_text(shape: str) -> bytes:
+    """Bytes of ``collective_shape``, its length included."""
+    return _text_block(collective_shape=shape)
+
+
+@functools.lru_cache(maxsize=1024)
 def barrier_texts(filename: str) -> bytes:
     """Bytes of ``barrier_file``, its length included."""
     return _text_block(barrier_file=filename)
@@ -160,7 +173,8 @@ class RankSnapshot:
 
     ``barrier`` and ``collective`` number the operations of the whole world only, so that equal numbers on two ranks
     mean the same operation. ``collective_partial`` is 1 if the last collective was one of a part of the world (a
-    smaller group, a send, a receive): then it has no number of its own.
+    smaller group, a send, a receive): then it has no number of its own. ``collective_shape`` is what this rank put
+    into the last collective, as ``"4x8 float32"``; empty where that is not known.
     """
 
     rank: int
@@ -195,6 +209,7 @@ class RankSnapshot:
     collective_name: str
     barriers: tuple[Barrier, ...] = ()
     collective_partial: int = 0
+    collective_shape: str = ""
 
     def flag(self, flag: Flag) -> bool:
         """Whether one bit of the gradient state is set."""

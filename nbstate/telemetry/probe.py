@@ -148,7 +148,7 @@ def enter_loader() -> None:
     pen.slot.write_phase(_LOADER, _now())
 
 
-def enter(name: str, nbytes: int = 0, partial: bool = False) -> bool:
+def enter(name: str, nbytes: int = 0, partial: bool = False, shape: str = "") -> bool:
     """The rank enters a collective.
 
     Parameters
@@ -160,6 +160,9 @@ def enter(name: str, nbytes: int = 0, partial: bool = False) -> bool:
     partial : bool
         Whether only a part of the world takes part (a smaller group, a send, a receive). Such an operation gets no
         number: numbers count what all ranks do in the same order, so that they can be compared.
+    shape : str
+        Shape and dtype of this rank's own part, as ``"4x8 float32"``. Give the same object for the same shape: it is
+        stored again only if it is another one.
 
     Returns
     -------
@@ -176,7 +179,7 @@ def enter(name: str, nbytes: int = 0, partial: bool = False) -> bool:
     filename, line = caller(2)
     if not partial:
         pen.collective += 1
-    pen.slot.open_collective(pen.collective, _now(), filename, line, name, nbytes, partial)
+    pen.slot.open_collective(pen.collective, _now(), filename, line, name, nbytes, partial, shape)
     pen.open.append((before, _COLLECTIVE))
     pen.phase = _COLLECTIVE
     return True

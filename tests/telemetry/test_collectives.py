@@ -114,6 +114,26 @@ def test_collectives_of_a_smaller_group_are_not_numbered(world):
     assert world.run(in_groups) == [[("all_reduce", 1, 1), ("all_gather", 1, 1), ("all_reduce", 2, 0)]] * 2
 
 
+def test_what_a_rank_puts_in_is_written_as_a_shape(world):
+    def shapes(rank, board):
+        seen = []
+
+        def note(*_):
+            seen.append(board.snapshot()[rank].collective_shape)
+
+        note(dist.all_reduce(torch.ones(4, 8)))
+        note(dist.all_reduce(torch.ones(4, 8)))
+        note(dist.all_reduce(torch.tensor(1)))
+        note(dist.broadcast(torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)).data, src=0))
+        note(dist.reduce_scatter(torch.ones(2, 3), [torch.ones(2, 3), torch.ones(2, 3)]))
+        note(dist.all_gather_object([None, None], rank))
+        note(dist.all_reduce(torch.ones(4, 8)))
+        return seen
+
+    expected = ["4x8 float32"] * 2 + ["scalar int64", "2 bfloat16", "2 of 2x3 float32", "", "4x8 float32"]
+    assert world.run(shapes) == [expected] * 2
+
+
 def test_init_process_group_is_seen(world):
     def nothing(rank, board):
         return board.snapshot()[rank].collective_name
