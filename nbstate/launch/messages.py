@@ -7,14 +7,18 @@ of the user's own objects inside are plain bytes here, unpacked later and one by
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
 import struct
+import threading
 from dataclasses import dataclass
 from typing import Final
 
 from nbstate.launch.report import ErrorReport
 
-__all__ = ["Error", "Inbox", "Interrupted", "Message", "Result", "Unsendable", "encode"]
+__all__ = ["Display", "Error", "Inbox", "Interrupted", "Message", "Outbox", "Result", "Unsendable", "encode"]
 
 _HEADER: Final = struct.Struct(">Q")
 
@@ -46,10 +50,19 @@ class Interrupted:
     """The rank was interrupted and has unwound."""
 
 
+@dataclass(frozen=True)
+class Display:
+    """The function has displayed something. No last word: it goes on when the kernel answers with one byte."""
+
+    content: str
+    """Content of a Jupyter ``display_data`` message, as JSON."""
+    update: bool
+
+
 Message = Result | Unsendable | Error | Interrupted
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | Display) -> bytes:
     """One frame."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
@@ -61,10 +74,10 @@ class Inbox:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, piece: bytes) -> list[Message]:
+    def feed(self, piece: bytes) -> list[Message | Display]:
         """Add a piece; returns the messages that are complete by now."""
         self._buffer += piece
-        messages: list[Message] = []
+        messages: list[Message | Display] = []
         while len(self._buffer) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._buffer)
             end = _HEADER.size + length
@@ -73,3 +86,40 @@ class Inbox:
             messages.append(pickle.loads(bytes(self._buffer[_HEADER.size : end])))
             del self._buffer[:end]
         return messages
+
+
+class Outbox:
+    """The rank's end of its channel. What is said from several threads does not mix.
+
+    Parameters
+    ----------
+    fd : int
+        The channel.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._last_word_said = False
+
+    def show(self, content: str, update: bool) -> None:
+        """Say ``Display``, and wait until the kernel has queued it behind what was printed before.
+
+        After the last word nobody answers: the next byte from the kernel is the permission to leave.
+        """
+        # The channel breaks only if the kernel is gone, and then so is this rank.
+        with self._lock, self._channel() as channel, contextlib.suppress(OSError):
+            channel.sendall(encode(Display(content, update)))
+            if not self._last_word_said:
+                channel.recv(1)
+
+    def say(self, message: Message) -> None:
+        """Say the last word."""
+        with self._lock, self._channel() as channel:
+            self._last_word_said = True
+            channel.sendall(encode(message))
+
+    def _channel(self) -> socket.socket:
+        channel = socket.socket(fileno=os.dup(self._fd))
+        channel.setblocking(True)
+        return channel

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Final, Protocol
 
-__all__ = ["cell_names", "cell_writer", "current_cell", "in_kernel", "shell"]
+from nbstate.launch.output import Rich
+
+__all__ = ["Writer", "cell_names", "cell_writer", "current_cell", "in_kernel", "shell", "write_plain"]
 
 
 def shell() -> Any | None:
@@ -44,34 +46,73 @@ def current_cell() -> str:
     return ""
 
 
-Writer = Callable[[str, str], None]
+class Writer(Protocol):
+    """A way into a cell."""
+
+    def __call__(self, stream: str, text: str) -> None:
+        """Write text to ``stdout`` or ``stderr``."""
+
+    def display(self, rich: Rich) -> None:
+        """Show what a rank has displayed, under the rank's heading."""
 
 
 def cell_writer() -> Writer:
-    """A function ``write(stream, text)`` whose text goes to the cell that runs NOW, from any thread, at any time.
+    """A ``Writer`` whose text and displays go to the cell that runs NOW, from any thread, at any time.
 
-    ipykernel sends what a thread prints to whichever cell was executed last. So in a kernel the stream message is
-    sent with the parent header of this cell. On the main thread of a blocking launch, and outside a kernel, a plain
-    write to ``sys.stdout`` is right, and honours whatever stands there (``%%capture``, ``redirect_stdout``).
+    ipykernel sends what a thread prints to whichever cell was executed last. So in a kernel the messages are sent with
+    the parent header of this cell. On the main thread of a blocking launch, and outside a kernel, ``write_plain`` is
+    right, and honours whatever stands in ``sys.stdout`` and takes displays (``%%capture``, ``redirect_stdout``).
     """
-    running = shell()
-    kernel = getattr(running, "kernel", None)
-    if kernel is None:
-        return write_plain
-    parent = kernel.get_parent("shell")
-    session, socket = kernel.session, kernel.iopub_socket
-    ident = f"kernel.{kernel.ident}.stream".encode()
-    lock = threading.Lock()
-
-    def write(stream: str, text: str) -> None:
-        with lock:
-            session.send(socket, "stream", {"name": stream, "text": text}, parent=parent, ident=ident)
-
-    return write
+    kernel = getattr(shell(), "kernel", None)
+    return write_plain if kernel is None else _CellWriter(kernel)
 
 
-def write_plain(stream: str, text: str) -> None:
-    """Write to ``sys.stdout`` or ``sys.stderr`` as they are now."""
-    target = sys.stderr if stream == "stderr" else sys.stdout
-    target.write(text)
-    target.flush()
+class _CellWriter:
+    """Messages to one cell of a kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._parent = kernel.get_parent("shell")
+        self._session, self._socket = kernel.session, kernel.iopub_socket
+        self._ident = f"kernel.{kernel.ident}"
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: str, text: str) -> None:
+        self._send("stream", {"name": stream, "text": text})
+
+    def display(self, rich: Rich) -> None:
+        if rich.heading:
+            self._send("display_data", _heading(rich.rank))
+        self._send("update_display_data" if rich.update else "display_data", rich.content)
+
+    def _send(self, kind: str, content: Mapping[str, Any]) -> None:
+        topic = f"{self._ident}.{kind}".encode()
+        with self._lock:
+            self._session.send(self._socket, kind, content, parent=self._parent, ident=topic)
+
+
+class _PlainWriter:
+    """``sys.stdout``, ``sys.stderr`` and the shell's display publisher as they are at each moment."""
+
+    def __call__(self, stream: str, text: str) -> None:
+        target = sys.stderr if stream == "stderr" else sys.stdout
+        target.write(text)
+        target.flush()
+
+    def display(self, rich: Rich) -> None:
+        if not in_kernel():
+            self("stdout", rich.text)
+            return
+        running = shell()
+        assert running is not None
+        publish = running.display_pub.publish
+        if rich.heading:
+            publish(**_heading(rich.rank))
+        publish(**rich.content, update=rich.update)
+
+
+write_plain: Final[Writer] = _PlainWriter()
+
+
+def _heading(rank: int) -> dict[str, Any]:
+    data = {"text/plain": f"rank {rank}", "text/html": f"<b>rank {rank}</b>"}
+    return {"data": data, "metadata": {}, "transient": {}}
