@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         StateNotBuiltError,
         StructureError,
     )
+    from nbstate.launch.doctor import preflight
     from nbstate.launch.launch import Launch, last_launch
     from nbstate.launch.launcher import notebook_launcher
     from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
@@ -66,6 +67,7 @@ __all__ = [
     "last_launch",
     "load_ipython_extension",
     "notebook_launcher",
+    "preflight",
     "prepare_data_loader",
     "skip_first_batches",
     "unload_ipython_extension",
@@ -76,6 +78,7 @@ __all__ = [
 # Where each public name lives. They are imported on first use: a rank that is spawned ties its life to the kernel's
 # before it imports torch, and `import nbstate` itself is quick.
 _HOMES = {
+    "nbstate.launch.doctor": ("preflight",),
     "nbstate.launch.launch": ("Launch", "last_launch"),
     "nbstate.launch.launcher": ("notebook_launcher",),
     "nbstate.state": ("AcceleratorState", "DistributedType", "GradientState", "PartialState"),

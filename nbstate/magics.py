@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Final
 
+import psutil
 import torch
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -13,17 +18,19 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from nbstate._version import __version__
-from nbstate.errors import ArgumentTypeError, ArgumentValueError
+from nbstate.errors import ArgumentTypeError, ArgumentValueError, LaunchError
+from nbstate.launch import witness
+from nbstate.launch.doctor import Preflight, meet, preflight, render_rows
 from nbstate.launch.engines.local import warm_forkserver
 from nbstate.launch.launch import last_launch, stop_all
 from nbstate.launch.launcher import notebook_launcher
 from nbstate.launch.notebook import current_cell
 from nbstate.launch.spec import PRECISIONS, START_METHODS
 from nbstate.session.cell import cell_function
-from nbstate.state import DEVICE_KINDS, AcceleratorState, GradientState, PartialState, device_count
+from nbstate.state import DEVICE_KINDS, AcceleratorState, GradientState, PartialState, device_count, memory
 from nbstate.state.html import render_card
 
-__all__ = ["NbstateMagics", "Overview", "load", "unload"]
+__all__ = ["Doctor", "NbstateMagics", "Overview", "load", "unload"]
 
 _STEPS_VARIABLE: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
@@ -51,11 +58,18 @@ class NbstateMagics(Magics):  # type: ignore[misc]
     """What ``%load_ext nbstate`` adds."""
 
     @magic_arguments()
+    @argument("words", nargs="*", metavar="doctor", help="Examine this kernel instead; may take some seconds.")
     @line_magic
     def nbstate(self, line: str) -> None:
-        """Show this kernel's states, its devices, and the last launch. It builds no state that is not there."""
-        parse_argstring(self.nbstate, line)
-        display(Overview())
+        """Show this kernel's states, its devices, and the last launch. It builds no state that is not there.
+
+        ``%nbstate doctor`` examines the kernel: may it fork, and if not, which cell or import spoilt it; versions,
+        devices and free memory; a forked child and a launch of 2 ranks, each tried and timed.
+        """
+        words = parse_argstring(self.nbstate, line).words
+        if words not in ([], ["doctor"]):
+            raise UsageError(f"%nbstate: {' '.join(words)!r} is not known; accepted: doctor, or nothing")
+        display(Doctor.examine() if words else Overview())
 
     @magic_arguments()
     @argument(
@@ -157,6 +171,92 @@ class Overview:
         return render_card("nbstate", __version__, self.rows())
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """What ``%nbstate doctor`` shows.
+
+    Attributes
+    ----------
+    report : Preflight
+        ``nbstate.preflight(canary=True)``.
+    versions : str
+        Of nbstate and what it stands on.
+    memory : str
+        Free and total memory of the machine and of the devices.
+    launch : str
+        How a launch of 2 ranks went.
+    """
+
+    report: Preflight
+    versions: str
+    memory: str
+    launch: str
+
+    @classmethod
+    def examine(cls) -> Doctor:
+        """Examine this kernel. Forks one child and launches 2 ranks."""
+        report = preflight(canary=True)
+        return cls(report, _versions(), _free_memory(report), _test_launch())
+
+    def rows(self) -> dict[str, tuple[str, ...]]:
+        """Label and text of each row; what to do comes last."""
+        rows = self.report.rows()
+        advice = rows.pop("what to do")
+        return {
+            "versions": (self.versions,),
+            "memory": (self.memory,),
+            **rows,
+            "test launch": (self.launch,),
+            "what to do": advice,
+        }
+
+    def __repr__(self) -> str:
+        return render_rows({"doctor": (self.report.summary,), **self.rows()})
+
+    def _repr_html_(self) -> str:
+        rows = {label: "; ".join(lines) for label, lines in self.rows().items()}
+        return render_card("nbstate doctor", self.report.summary, rows)
+
+
+def _versions() -> str:
+    found = [f"nbstate {__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "ipython", "ipykernel", "ipywidgets", "anywidget"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} missing")
+    return ", ".join(found)
+
+
+def _free_memory(report: Preflight) -> str:
+    """Free memory of the machine and of each device in use; that of others is not known without a context."""
+    machine = psutil.virtual_memory()
+    found = [f"machine {_gib(machine.available)} of {_gib(machine.total)} GiB free"]
+    for use in report.devices:
+        for index in range(use.count):
+            taken, total = memory(f"{use.kind}:{index}")
+            room = f"{_gib(total - taken)} of {_gib(total)} GiB free" if total else "not known before its first use"
+            found.append(f"{use.kind}:{index} {room}")
+    return ", ".join(found)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def _test_launch() -> str:
+    """Launch 2 ranks on the CPU, which meet in a barrier. Twice: the first launch may have to wait for its server."""
+    took = []
+    for _ in range(2):
+        began = time.monotonic()
+        try:
+            notebook_launcher(meet, num_processes=2, device="cpu", timeout=60.0, dashboard=False)
+        except LaunchError as error:
+            return f"failed: {str(error).splitlines()[0]}"
+        took.append(1000 * (time.monotonic() - began))
+    return f"2 ranks met in a barrier and returned within {took[0]:.0f} ms, and again within {took[1]:.0f} ms"
+
+
 def _devices() -> str:
     found = [f"{count} {kind}" for kind in DEVICE_KINDS if kind != "cpu" and (count := device_count(kind)) > 0]
     return ", ".join(found) or "no accelerator; the CPU"
@@ -170,8 +270,9 @@ def _one_line(cls: type[PartialState | AcceleratorState | GradientState]) -> str
 
 
 def load(shell: Any) -> None:
-    """Register the magics, and warm the fork server in the background."""
+    """Register the magics, watch for what spoils a fork, and warm the fork server in the background."""
     shell.register_magics(NbstateMagics)
+    witness.watch(shell)
     atexit.register(stop_all)
     warm_forkserver()
 
@@ -179,6 +280,7 @@ def load(shell: Any) -> None:
 def unload(shell: Any) -> None:
     """Take the magics away. The fork server stays: launches use it too."""
     atexit.unregister(stop_all)
+    witness.unwatch()
     for kind, name in (("line", "nbstate"), ("cell", "launch")):
         shell.magics_manager.magics[kind].pop(name, None)
     shell.magics_manager.registry.pop(NbstateMagics.__name__, None)

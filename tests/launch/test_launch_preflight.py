@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from real_kernel import RealKernel
 
 from nbstate import ForkUnsafeError, ShippingError, notebook_launcher
 from nbstate.launch import preflight
 from nbstate.launch.preflight import choose_start_method, why_not_fork
 
 lock = threading.Lock()
-big = torch.zeros(0)
 
 
 def uses_a_lock() -> bool:
@@ -29,10 +30,6 @@ def calls_what_uses_a_lock() -> bool:
 
 def one() -> int:
     return 1
-
-
-def bytes_of_big() -> int:
-    return big.numel()
 
 
 @pytest.fixture
@@ -69,6 +66,37 @@ def test_a_thread_that_computes_makes_a_fork_unsafe() -> None:
     with pytest.raises(ForkUnsafeError, match="'busy'"):
         notebook_launcher(one, num_processes=2, start_method="fork")
     assert notebook_launcher(one, num_processes=2) == [1, 1]
+
+
+def test_a_thread_that_is_in_c_counts_as_busy() -> None:
+    done = threading.Lock()
+    done.acquire()
+    thread = threading.Thread(target=done.acquire, name="in C")  # as one in a long call of numpy's
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not (reasons := why_not_fork()):
+            assert time.monotonic() < deadline
+        assert reasons == ("thread 'in C' may be computing at the moment of the fork",)
+    finally:
+        done.release()
+        thread.join()
+
+
+def test_a_pool_without_work_does_not_count_as_busy() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(len, ["a", "bc"])) == [1, 2]
+        deadline = time.monotonic() + 10
+        while why_not_fork():  # its threads may be on the way to their wait
+            assert time.monotonic() < deadline
+        held = threading.Lock()
+        held.acquire()
+        pool.submit(held.acquire)
+        try:
+            while not why_not_fork():
+                assert time.monotonic() < deadline + 10
+        finally:
+            held.release()
 
 
 @pytest.mark.usefixtures("fake_cuda_was_used")
@@ -112,19 +140,47 @@ def test_an_argument_whose_pickling_leaves_is_named_and_the_kernel_lives_on() ->
         notebook_launcher(repr, (ExitsWhenPickled(),), num_processes=2, start_method="forkserver")
 
 
-def test_a_large_call_is_forked_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    global big
-    big = torch.zeros(20_000_000)
-    try:
-        assert notebook_launcher(bytes_of_big, num_processes=2) == [20_000_000] * 2
-    finally:
-        big = torch.zeros(0)
-    assert capsys.readouterr().out == "nbstate: start method fork, since the call carries 76 MB\n"
-
-
 def test_auto_takes_spawn_where_there_is_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:  # C25
     monkeypatch.setattr(preflight, "available_start_methods", lambda: ("spawn",))
     assert notebook_launcher(one, num_processes=2) == [1, 1]
     for method in ("fork", "forkserver"):
         with pytest.raises(ForkUnsafeError, match="fork"):
             notebook_launcher(one, num_processes=2, start_method=method)
+
+
+CANNOT_TRAVEL = """
+import ipywidgets, threading
+lock, slider, shell = threading.Lock(), ipywidgets.IntSlider(value=3), get_ipython()
+def locks():
+    with lock: return lock.locked()
+def slides(): return slider.value
+def asks(): return get_ipython() is not None
+def shells(): return type(shell).__name__
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "named", "returned"),
+    [
+        ("locks", "the global 'lock' that locks() uses (lock)", True),
+        ("slides", "the global 'slider' that slides() uses (IntSlider)", 3),
+        ("asks", "get_ipython", True),
+        ("shells", "the global 'shell' that shells() uses (ZMQInteractiveShell)", "ZMQInteractiveShell"),
+    ],
+)
+def test_what_no_notebook_function_can_carry(kernel: RealKernel, function: str, named: str, returned: Any) -> None:
+    """C21: forked where that is safe, else refused by name."""
+    kernel.good(CANNOT_TRAVEL)
+    launch = f"notebook_launcher({function}, num_processes=2, dashboard=False)"
+    reply = kernel.good(launch)
+    assert reply.result == repr([returned] * 2)
+    assert reply.stdout.startswith("nbstate: start method fork, since ")
+    assert named in reply.stdout
+    kernel.good("honest = torch.cuda.is_initialized; torch.cuda.is_initialized = lambda: True  # a fake: no GPU here")
+    try:
+        refused = kernel.run(launch)
+    finally:
+        kernel.good("torch.cuda.is_initialized = honest")
+    assert refused.error.startswith("ShippingError: ")
+    assert named in refused.error
+    assert "A fork would carry it, but is not safe: cuda was already used in this process" in refused.error

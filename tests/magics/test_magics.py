@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import time
 from collections.abc import Iterator
 from html import escape
@@ -86,8 +87,9 @@ def test_an_error_shows_the_cell_and_its_line_and_leaves_results_alone(notebook:
     this = f"In[{reply.number}]"
     assert "raised ValueError: boom" in reply.error
     assert f"({this}, line 4)" in reply.error
-    assert f"Cell {this}, line 1, in cell\n    %%launch -n 2 --no-dashboard\n" in reply.traceback
-    assert f"Cell {this}, line 4, in <module>\n    raise ValueError('boom')\n" in reply.traceback
+    assert f"Cell {this}, line 1, in cell\n----> 1 %%launch -n 2 --no-dashboard\n" in reply.traceback
+    assert f"Cell {this}, line 4, in <module>\n" in reply.traceback
+    assert "----> 4 raise ValueError('boom')\n" in reply.traceback
     assert "site-packages" not in reply.traceback
     assert "nbstate/" not in reply.traceback
     assert value(notebook, "results") == "of before"
@@ -195,7 +197,10 @@ def test_output_and_dashboard_are_shown(notebook: RealKernel) -> None:
     ("magic", "words"),
     [
         ("%%launch", ("Run the cell's body in N ranks", "-n N, --num-processes N", "{no,fp16,bf16,fp8}", "results")),
-        ("%nbstate", ("Show this kernel's states, its devices, and the last launch",)),
+        (
+            "%nbstate",
+            ("Show this kernel's states, its devices, and the last launch", "[doctor ...]", "Examine this kernel"),
+        ),
     ],
 )
 def test_magics_explain_themselves(notebook: RealKernel, magic: str, words: tuple[str, ...]) -> None:
@@ -235,6 +240,47 @@ def overview(kernel: RealKernel) -> dict[str, str]:
     )
     assert [text for text in rows.values() if escape(text) not in shown["text/html"]] == []
     return {label.replace("_", " "): text for label, text in rows.items()}
+
+
+def test_the_doctor_examines_the_kernel_and_leaves_nothing(notebook: RealKernel) -> None:
+    processes = {process.pid for process in notebook.descendants()}
+    reply = notebook.good("%nbstate doctor")
+    [shown] = reply.displays
+    text, html = shown["text/plain"], shown["text/html"]
+    for pattern in (
+        r"^doctor +this kernel may fork$",
+        r"^versions .*nbstate \d.*, Python 3\..*, torch \d.*, ipython \d.*, ipykernel \d.*, ipywidgets \d",
+        r"^versions .*, anywidget \d[^ ]*$",
+        r"^memory +machine [\d.]+ of [\d.]+ GiB free",
+        r"^auto takes +forkserver: ",
+        r"^busy threads +none$",
+        r"^native threads +\d+ running beside Python's \d+; torch computes on \d+$",
+        r"^canary +a forked child printed and computed, and was gone after \d+ ms$",
+        r"^test launch +2 ranks met in a barrier and returned within \d+ ms, and again within \d+ ms$",
+    ):
+        assert re.search(pattern, text, re.MULTILINE), f"{pattern}\n{text}"
+    assert text.splitlines()[-1].startswith("what to do      Nothing: launch with start_method='auto'")
+    for label in ("versions", "canary", "test launch", "what to do"):
+        assert f">{label}</th>" in html
+    assert reply.stdout == reply.stderr == ""
+    assert {process.pid for process in notebook.descendants()} == processes
+
+
+def test_the_doctor_names_the_cell_that_spoilt_the_kernel(notebook: RealKernel) -> None:  # C23
+    # a fake, since no GPU is here: what a cell that uses one leaves in torch
+    guilty = notebook.good("honest = torch.cuda.is_initialized; torch.cuda.is_initialized = lambda: True")
+    shown = notebook.good("%nbstate doctor").displays[-1]["text/plain"]
+    notebook.good("torch.cuda.is_initialized = honest")
+    assert shown.startswith("doctor          this kernel must not fork\n")
+    assert f"cuda was already used in this process, in In[{guilty.number}]" in shown
+    assert "2 ranks met in a barrier" in shown
+    assert f"move what In[{guilty.number}] does with the device into the launched function" in shown
+
+
+@pytest.mark.parametrize("words", ["docter", "doctor now", "Doctor"])
+def test_an_unknown_word_is_a_usage_error_that_lists_the_accepted_ones(notebook: RealKernel, words: str) -> None:
+    said = f"UsageError: %nbstate: {words!r} is not known; accepted: doctor, or nothing\n"
+    _starts_nothing(notebook, f"%nbstate {words}", said)
 
 
 def test_loading_warms_the_fork_server_and_unloading_takes_the_magics_away(own_kernel: RealKernel) -> None:
