@@ -25,22 +25,27 @@ from nbstate.errors import (
     LaunchTimeoutError,
     RankError,
 )
-from nbstate.launch import notebook, rendezvous
+from nbstate.launch import notebook
+from nbstate.launch.attempts import Attempts, Hooks
 from nbstate.launch.engines import LocalEngine
+from nbstate.launch.interrupts import Interrupts, run_torn
 from nbstate.launch.messages import Result
 from nbstate.launch.outcome import Ending, doing, exit_name, headline, rank_error, unsendable_error
-from nbstate.launch.output import Output
-from nbstate.launch.plan import Fd
+from nbstate.launch.output import Output, Rich
+from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.planning import make_plans
 from nbstate.launch.preflight import Choice
 from nbstate.launch.shipping import unpack_result
 from nbstate.launch.spec import LaunchSpec
 from nbstate.launch.supervisor import Supervisor
-from nbstate.telemetry.board import Board, RankSnapshot
+from nbstate.telemetry.board import RankSnapshot
+from nbstate.telemetry.diagnosis import diagnose
 
 __all__ = ["Launch", "RankInfo", "last_launch", "stop_all"]
 
 _TICK: Final = 0.1
+_BETWEEN_POURS: Final = 0.02  # seconds in which lines gather, so that a rank that prints much costs few messages
+_TAIL: Final = 300  # lines of the guilty rank's output to find its last words in, before Python's dump of a crash
 _numbers = itertools.count(1)
 _live: weakref.WeakSet[Launch] = weakref.WeakSet()
 _last: list[Launch] = []
@@ -93,8 +98,6 @@ class Launch:
         self._output = Output(spec.num_processes, spec.prefix)
         self._write_to_cell = notebook.cell_writer()
         self._arrived = threading.Event()
-        self._final: list[RankSnapshot] | None = None
-        self._final_now = 0
         self._error: BaseException | None = None
         self._results: dict[int, Any] = {}
         self._settled = threading.Lock()
@@ -102,39 +105,52 @@ class Launch:
         self._started = time.monotonic_ns()
         self._said_failure = ""
         self._next_refresh = 0.0
+        self._next_pour = 0.0
+        self._close_payload = choice.payload.close if choice.payload else _nothing
         with contextlib.ExitStack() as undo:
-            self._listener = undo.enter_context(rendezvous.bind(spec.master_addr, spec.port, spec.num_processes))
-            self.port: int = self._listener.getsockname()[1]
-            self._board = Board.create(spec.num_processes)
-            undo.callback(self._board.close)
-            self._supervisor = Supervisor(
-                LocalEngine(choice.start_method),
-                make_plans(spec, choice, self._id, self.port, Fd(self._listener.fileno()), Fd(self._board.fd)),
-                self._output,
-                spec.timeout,
-                on_tick=self._tick,
-                on_output=self._arrived.set,
-                on_failure=self._failed,
+            undo.callback(self._close_payload)
+            hooks = Hooks(
+                tick=self._tick, output=self._arrived.set, failure=self._failed, restart=self._announce_restart
             )
+
+            def plans(port: int, listener: Fd, board: Fd) -> list[RankPlan]:
+                return make_plans(spec, choice, self._id, port, listener, board)
+
+            self._attempts = Attempts(spec, LocalEngine(choice.start_method), plans, self._output, hooks)
             undo.pop_all()
         _live.add(self)
         _last[:] = [self]
 
-    @property
-    def begun(self) -> bool:
-        """Whether the supervisor runs or has run."""
-        return self._supervisor.ident is not None
-
-    def abandon(self) -> None:
-        """Let go of everything; only for a launch that never began."""
-        self._board.close()
-        self._listener.close()
-        _live.discard(self)
-
     def begin(self) -> None:
         """Show the dashboard and start the ranks. Called once, by the launcher, on the thread of the cell."""
-        self._show_dashboard()
-        self._supervisor.start()
+        try:
+            self._show_dashboard()
+            self._attempts.begin()
+        except BaseException:
+            if not self._attempts.begun:
+                self._attempts.current.close()
+                self._close_payload()
+                _live.discard(self)
+            raise
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are ranks, or have been."""
+        return self._attempts.begun
+
+    @property
+    def port(self) -> int:
+        """Where rank 0 hosts the store."""
+        return self._attempts.current.port
+
+    @property
+    def attempt(self) -> int:
+        """How many attempts there were before the one that runs or ran last."""
+        return self._attempts.current.number
+
+    @property
+    def _supervisor(self) -> Supervisor:
+        return self._attempts.current.supervisor
 
     def _show_dashboard(self) -> None:
         """The widget in a notebook, one line on a terminal, else nothing."""
@@ -159,9 +175,10 @@ class Launch:
         self.dashboard.refresh(self._view("starting"))
 
     def _tick(self) -> None:
-        if not self.spec.block:
-            self._pour()
         now = time.monotonic()
+        if not self.spec.block and now >= self._next_pour:
+            self._next_pour = now + _BETWEEN_POURS
+            self._pour()
         if self.dashboard is None or now < self._next_refresh:
             return
         self._next_refresh = now + _TICK
@@ -184,31 +201,36 @@ class Launch:
         )
 
     def _look(self) -> tuple[list[RankSnapshot], int]:
-        if self._final is None:
-            try:
-                return self._board.snapshot(), time.monotonic_ns()
-            except ValueError:  # settled and closed in this very moment, by another thread
-                if self._final is None:
-                    raise
-        return self._final, self._final_now
+        return self._attempts.current.look()
 
     def _failed(self, cause: Ending | None) -> None:
         """Keep the board as it was when the launch failed, before the other ranks are ended."""
-        snapshots, now = self._look()
-        self._final, self._final_now = snapshots, now
+        snapshots, now = self._attempts.current.keep()
         if cause is None:
-            shown = "; ".join(f"rank {s.rank} {doing(s, now, self.cells)}" for s in snapshots)
-            self._said_failure = f"the launch took longer than its timeout of {self.spec.timeout:g} s: {shown}"
+            said = diagnose(snapshots, now, self.cells).sentence
+            shown = "".join(f"\n  rank {s.rank} {doing(s, now, self.cells)}" for s in snapshots)
+            timeout = f"the launch took longer than its timeout of {self.spec.timeout:g} s"
+            self._said_failure = f"{timeout}: {said}\n\nWhen it was ended:{shown}"
         else:
             self._said_failure = headline(cause, snapshots, now, self.cells)
 
+    def _announce_restart(self, attempts: int) -> None:
+        world, total = self.spec.num_processes, self.spec.max_restarts + 1
+        again = "restarting it" if world == 1 else f"restarting all {world} ranks"
+        self._output.say(f"nbstate: {self._said_failure}; {again} (attempt {attempts + 1} of {total})")
+        self._said_failure = ""
+        self._arrived.set()
+
     def _pour(self, write: notebook.Writer | None = None) -> None:
         """Show what has been printed since the last time."""
-        pieces = self._output.take()
-        if pieces and isinstance(self.dashboard, TerminalDashboard):
-            self.dashboard.clear()
-        for stream, text in pieces:
-            (write or self._write_to_cell)(stream, text)
+        to_cell = write or self._write_to_cell
+        while (piece := self._output.take()) is not None:
+            if isinstance(self.dashboard, TerminalDashboard):
+                self.dashboard.clear()
+            if isinstance(piece, Rich):
+                to_cell.display(piece)
+            else:
+                to_cell(*piece)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has ended.
@@ -228,16 +250,20 @@ class Launch:
         write = notebook.write_plain if on_main and self.spec.block else None
         while True:
             left = _TICK if until is None else min(_TICK, until - time.monotonic())
-            if self._supervisor.finished.is_set() or left <= 0:
+            if self._attempts.finished.is_set() or left <= 0:
                 break
             if not self.spec.block:
-                self._supervisor.finished.wait(left)
+                self._attempts.finished.wait(left)
             elif self._arrived.wait(left):
                 self._arrived.clear()
                 self._pour(write)
-        ended = self._supervisor.finished.is_set()
+                self._attempts.finished.wait(_BETWEEN_POURS)
+        ended = self._attempts.finished.is_set()
         if ended:
-            self._settle(write)
+            with Interrupts() as interrupts:
+                self._settle(write)
+            if interrupts.count:
+                raise KeyboardInterrupt
         return ended
 
     def results(self) -> list[Any]:
@@ -259,7 +285,7 @@ class Launch:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank. One that does not unwind within 2 s is ended; twice: at once."""
-        self._supervisor.interrupt()
+        self._attempts.interrupt()
 
     def stop(self, grace: float = 0.3) -> None:
         """End the launch.
@@ -269,7 +295,7 @@ class Launch:
         grace : float
             Seconds that ranks have to unwind (``finally`` blocks, context managers) before they are ended.
         """
-        self._supervisor.stop(grace)
+        self._attempts.stop(grace)
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -284,10 +310,10 @@ class Launch:
     @property
     def done(self) -> bool:
         """Whether every rank has ended."""
-        return self._supervisor.finished.is_set()
+        return self._attempts.finished.is_set()
 
     def logs(self, rank: int) -> str:
-        """What a rank has printed: its last 20,000 lines, both streams.
+        """All that a rank has printed, both streams, in the order in which it arrived; of displays their plain text.
 
         Raises
         ------
@@ -310,15 +336,13 @@ class Launch:
         with self._settled:
             if self._is_settled:
                 return
-            self._supervisor.join()
+            self._attempts.join()
             self._pour(write)
-            if self._final is None:
-                self._final, self._final_now = self._look()
-            self._unpack_results()
-            self._error = self._find_error()
+            unpacked = run_torn(self._unpack_results)
+            self._error = self._find_error() if unpacked else KeyboardInterrupt()
             self._warn_of_late_deaths(write)
-            self._board.close()
-            self._listener.close()
+            self._attempts.current.close()
+            self._close_payload()
             _live.discard(self)
             self._finish_dashboard()
             self._is_settled = True
@@ -337,19 +361,23 @@ class Launch:
 
     def _find_error(self) -> BaseException | None:
         supervisor = self._supervisor
-        if supervisor.start_error is not None:
-            return supervisor.start_error
+        broken = self._attempts.error or supervisor.start_error
+        if broken is not None:
+            return broken
         if supervisor.cause is not None:
-            assert self._final is not None
-            return rank_error(
+            snapshots, now = self._look()
+            error = rank_error(
                 supervisor.cause,
-                self._final,
-                self._final_now,
+                snapshots,
+                now,
                 self.cells,
-                self._output.tail(supervisor.cause.rank),
+                self._output.tail(supervisor.cause.rank, _TAIL),
                 self._results,
                 supervisor.endings,
             )
+            if self.attempt:
+                error.args = (f"{error}\n\nThis ended attempt {self.attempt + 1} of {self.spec.max_restarts + 1}.",)
+            return error
         if supervisor.stopped_by == "timeout":
             return LaunchTimeoutError(self._said_failure)
         if supervisor.stopped_by == "interrupted":
@@ -388,6 +416,10 @@ class Launch:
             self.dashboard.finish(self._view(state, message, guilty))
         except Exception as failure:  # results are not lost for a picture
             self._write_to_cell("stderr", f"nbstate: no last picture: {type(failure).__name__}: {failure}\n")
+
+
+def _nothing() -> None:
+    """Stand in for a clean-up where there is nothing to clean up."""
 
 
 def _exitcode(states: list[Any], rank: int) -> int | None:

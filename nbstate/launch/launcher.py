@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbstate.errors import ArgumentTypeError, ArgumentValueError, LaunchError, NestedLaunchError
+from nbstate.launch.interrupts import Interrupts
 from nbstate.launch.launch import Launch
-from nbstate.launch.preflight import choose_start_method
+from nbstate.launch.output import flush_c_streams
+from nbstate.launch.preflight import Choice, choose_start_method
 from nbstate.launch.spec import LaunchSpec
 from nbstate.telemetry import probe
 
@@ -66,7 +68,8 @@ def notebook_launcher(
     node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
         For more than one machine, which this version does not do.
     max_restarts : int
-        0 in this version.
+        How many times all ranks are started anew after one has failed. ``NBSTATE_ATTEMPT`` and torchrun's
+        ``TORCHELASTIC_RESTART_COUNT`` tell a rank how many attempts there were before; the last failure is raised.
     monitor_interval : float
         Accepted for compatibility: nbstate learns of a rank's end at once, without polling.
     log_line_prefix_template : str, optional
@@ -81,7 +84,7 @@ def notebook_launcher(
     threads_per_rank : int, optional
         torch's threads in each rank. Left out: ``OMP_NUM_THREADS``, or the cores shared out.
     timeout : float, optional
-        Seconds that the whole launch may take.
+        Seconds that the whole launch may take, all attempts together.
     dashboard : bool or "auto"
         Whether to show the live dashboard. ``auto``: in a notebook.
     block : bool
@@ -155,42 +158,49 @@ def notebook_launcher(
     for note in (*spec.notes, choice.note):
         if note:
             print(f"nbstate: {note}", flush=True)
-    launch = Launch(spec, choice)
-    if not block:
+    if block:
+        return _run_to_the_end(spec, choice)
+    with Interrupts() as interrupts:
+        launch = Launch(spec, choice)
+        interrupts.pass_on(launch.interrupt)
         launch.begin()
         threading.Thread(target=launch.wait, name="nbstate-settler", daemon=True).start()
-        return launch
-    return _run_to_the_end(launch)
+    if interrupts.count:
+        raise KeyboardInterrupt
+    return launch
 
 
-def _run_to_the_end(launch: Launch) -> list[Any]:
+def _run_to_the_end(spec: LaunchSpec, choice: Choice) -> list[Any]:
     """Wait on the caller's thread; an interrupt ends the ranks, a second one ends them faster."""
     __tracebackhide__ = True
     interrupted = False
-    try:
-        launch.begin()
-    except BaseException as error:
-        if not launch.begun:
-            launch.abandon()
-            raise
-        if not isinstance(error, KeyboardInterrupt):
-            raise
-        interrupted = True
-        launch.interrupt()
-    while not launch.done or not interrupted:
+    with Interrupts() as interrupts:
+        launch = Launch(spec, choice)
+        interrupts.pass_on(launch.interrupt)
         try:
-            if launch.wait() and not interrupted:
-                return launch.results()
-        except KeyboardInterrupt:
+            launch.begin()
+        except KeyboardInterrupt:  # here and below: from a handler that is not ours
+            if not launch.begun:
+                raise
             interrupted = True
             launch.interrupt()
-        except LaunchError as error:
-            raise error.with_traceback(None) from error.__cause__
-    launch.wait()
-    raise KeyboardInterrupt
+        while True:
+            try:
+                launch.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+                launch.interrupt()
+    if interrupted or interrupts.count:
+        raise KeyboardInterrupt
+    try:
+        return launch.results()
+    except LaunchError as error:
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    flush_c_streams()

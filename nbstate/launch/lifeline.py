@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-__all__ = ["die_with_parent"]
+__all__ = ["die_with_parent", "forks_die_with_this_process"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
@@ -40,6 +40,27 @@ def die_with_parent(parent: int | None = None) -> None:
         threading.Thread(target=_watch, args=(expected,), name="nbstate-lifeline", daemon=True).start()
     if os.getppid() != expected:
         os._exit(1)
+
+
+def forks_die_with_this_process() -> None:
+    """Make each process that the main thread of this one forks from now on die with it, such as a loader's workers.
+
+    A loader's worker looks for its parent only every 5 s. Not so for what they fork in turn: whoever forks twice means
+    to leave something behind.
+    """
+    here = os.getpid()
+    forked_by_main = False
+
+    def before() -> None:
+        nonlocal forked_by_main
+        forked_by_main = threading.current_thread() is threading.main_thread()
+
+    def after() -> None:
+        if forked_by_main and os.getppid() == here:
+            die_with_parent(here)
+
+    if _libc is not None:  # elsewhere each would need a thread
+        os.register_at_fork(before=before, after_in_child=after)
 
 
 def _watch(parent: int) -> None:  # pragma: no cover - not on Linux

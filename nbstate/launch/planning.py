@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.preflight import Choice
 from nbstate.launch.spec import LaunchSpec
 
-__all__ = ["make_plans"]
+__all__ = ["make_plans", "plan_again"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -36,7 +38,7 @@ def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, list
         RankPlan(
             rank=rank,
             world_size=spec.num_processes,
-            parent=0 if choice.start_method == "forkserver" else os.getpid(),
+            parent=0,
             group=os.getpgrp(),
             env=_environment(spec, launch_id, port, rank),
             directory=directory,
@@ -53,6 +55,25 @@ def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, list
     ]
 
 
+def plan_again(plans: Sequence[RankPlan], port: int, listener: Fd, board: Fd, attempt: int) -> list[RankPlan]:
+    """The same plans for another attempt.
+
+    Parameters
+    ----------
+    plans : sequence of RankPlan
+        Those of the attempt before.
+    port, listener, board
+        See ``make_plans``; each attempt has its own.
+    attempt : int
+        How many attempts there were before.
+    """
+    numbers = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt), "NBSTATE_ATTEMPT": str(attempt)}
+    return [
+        replace(plan, env={**plan.env, **numbers}, board=board, listener=listener if plan.listener else None)
+        for plan in plans
+    ]
+
+
 def _environment(spec: LaunchSpec, launch_id: str, port: int, rank: int) -> dict[str, str]:
     environment = {**_copy_environ(), **spec.env}
     environment.update(
@@ -66,6 +87,8 @@ def _environment(spec: LaunchSpec, launch_id: str, port: int, rank: int) -> dict
         ACCELERATE_MIXED_PRECISION=spec.mixed_precision,
         ACCELERATE_USE_CPU="true" if spec.device == "cpu" else "false",
         FORK_LAUNCHED="1",
+        TORCHELASTIC_RESTART_COUNT="0",
+        NBSTATE_ATTEMPT="0",
         NBSTATE_LAUNCH=launch_id,
         NBSTATE_DEVICE=spec.device,
         OMP_NUM_THREADS=str(spec.threads_per_rank),

@@ -6,6 +6,7 @@ group, since ipykernel waits at every restart until nobody is left in it. Ranks 
 
 import gc
 import os
+import sys
 
 from nbstate.launch.lifeline import die_with_parent
 
@@ -23,3 +24,8 @@ collectives.install()
 # A rank's first collection would otherwise touch, and so copy, every page that holds an object.
 gc.collect()
 gc.freeze()
+
+if len(sys.argv) > 1:
+    _say = int(sys.argv.pop())  # see engines/forkserver.py
+    os.write(_say, b".")
+    os.close(_say)

@@ -33,6 +33,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -41,8 +42,10 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from nbstate.launch import rendezvous
-from nbstate.launch.messages import Error, Interrupted, Message, Result, Unsendable, encode
+from nbstate.launch import display, rendezvous
+from nbstate.launch.lifeline import forks_die_with_this_process
+from nbstate.launch.messages import Error, Interrupted, Message, Outbox, Result, Unsendable
+from nbstate.launch.output import flush_c_streams
 from nbstate.launch.plan import RankPlan
 from nbstate.launch.report import describe
 from nbstate.launch.shipping import pack_result, unpack
@@ -67,10 +70,13 @@ def live(plan: RankPlan) -> NoReturn:
     try:
         control = _own_descriptors(plan)
         code = _live(plan, control)
+    except KeyboardInterrupt:  # between two lines of our own, before the function or after it
+        with contextlib.suppress(BaseException):
+            Outbox(control).say(Interrupted())
     except BaseException as error:
         # Only our own code can fail here. Say so on the channel if it still stands.
         with contextlib.suppress(BaseException):
-            _send(control, Error(describe(error)))
+            Outbox(control).say(Error(describe(error)))
     finally:
         os._exit(code)
 
@@ -80,13 +86,17 @@ def _live(plan: RankPlan, control: int) -> int:
         os.setpgid(0, plan.group)
     _fresh_signals()
     _settle(plan)
-    probe.attach(Board.attach(plan.board.fd, plan.world_size).slot(plan.rank))
+    slot = Board.attach(plan.board.fd, plan.world_size).slot(plan.rank)
+    slot.write(pid=os.getpid())
+    probe.attach(slot)
     probe.phase(Phase.STARTING)
     rendezvous.join(plan.rank, plan.world_size, plan.listener.fd if plan.listener else None)
     collectives.install()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    outbox = Outbox(control)
+    display.install(outbox.show, f"nbstate-{plan.env['NBSTATE_LAUNCH']}-{plan.rank}-")
     message = _run(plan)
-    return _leave(message, control)
+    return _leave(message, outbox, control)
 
 
 def _own_descriptors(plan: RankPlan) -> int:
@@ -150,10 +160,14 @@ def _forget_the_kernel() -> None:
     """Undo what a fork copied from the kernel and must not be used here."""
     gc.freeze()  # nothing of the kernel's is ever collected here: its finalizers would act on the kernel's things
     gc.enable()  # the engine has disabled it for the fork
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
     if "IPython" in sys.modules:
         from IPython.core.interactiveshell import InteractiveShell
 
-        # Its display publisher would write to the kernel's socket. Without a shell, display() prints.
+        # Its display publisher would write to the kernel's socket; see ``display`` for what takes its place.
+        if InteractiveShell.initialized():
+            display.inherit_formatter(InteractiveShell.instance().display_formatter)
         InteractiveShell.clear_instance()
 
 
@@ -197,6 +211,7 @@ def _settle(plan: RankPlan) -> None:
     sys.argv[:] = plan.argv
     torch.set_num_threads(plan.threads)
     reset_inherited()
+    forks_die_with_this_process()
     # Only what the user's code registers from here on is run at the rank's end. What was registered before belongs
     # to the process that this one came from, or to libraries that clean up what os._exit leaves to the system.
     atexit._clear()
@@ -244,9 +259,9 @@ def _returned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
         raise
 
 
-def _leave(message: Message, control: int) -> int:
+def _leave(message: Message, outbox: Outbox, control: int) -> int:
     _flush()
-    _send(control, message)
+    outbox.say(message)
     if not isinstance(message, Result):
         logging.shutdown()
         return 1
@@ -262,13 +277,7 @@ def _flush() -> None:
     for stream in streams:
         with contextlib.suppress(Exception):
             stream.flush()
-
-
-def _send(control: int, message: Message) -> None:
-    channel = socket.socket(fileno=os.dup(control))
-    channel.setblocking(True)
-    with channel:
-        channel.sendall(encode(message))
+    flush_c_streams()
 
 
 def _wait_for_permission(control: int) -> None:

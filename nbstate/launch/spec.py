@@ -45,6 +45,7 @@ class LaunchSpec:
     env: Mapping[str, str]
     engine: str
     prefix: str
+    max_restarts: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -94,7 +95,7 @@ class LaunchSpec:
         args, kwargs = _check_call(function, args, kwargs)
         environment = _check_env(env)
         _check_many_nodes(num_nodes, node_rank, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id)
-        _check_restarts(max_restarts, monitor_interval)
+        _check_interval(monitor_interval)
         kind = _check_device(device)
         sharing = environment.get(SHARE_VARIABLE, os.environ.get(SHARE_VARIABLE, "")) in ("1", "true", "yes")
         ranks = _check_ranks(num_processes, kind, sharing, notes)
@@ -117,6 +118,7 @@ class LaunchSpec:
             env=environment,
             engine=_check_engine(engine),
             prefix=_check_prefix(log_line_prefix_template),
+            max_restarts=_check_restarts(max_restarts),
             notes=tuple(notes),
         )
 
@@ -209,12 +211,14 @@ def _check_many_nodes(num_nodes: Any, node_rank: Any, backend: Any, endpoint: An
         raise ArgumentTypeError(f"rdzv_id must be a str; got {run_id!r}")
 
 
-def _check_restarts(max_restarts: Any, monitor_interval: Any) -> None:
+def _check_restarts(max_restarts: Any) -> int:
     restarts = _whole("max_restarts", max_restarts, "a whole number, 0 or more")
     if restarts < 0:
         raise ArgumentValueError(f"max_restarts must be 0 or more; got {restarts}")
-    if restarts > 0:
-        raise NotImplementedError(f"max_restarts={restarts}: this version does not restart ranks (max_restarts=0)")
+    return restarts
+
+
+def _check_interval(monitor_interval: Any) -> None:
     if isinstance(monitor_interval, bool) or not isinstance(monitor_interval, numbers.Real):
         raise ArgumentTypeError(f"monitor_interval must be a number of seconds; got {monitor_interval!r}")
     if not float(monitor_interval) > 0:

@@ -1,4 +1,4 @@
-"""One thread that owns the pipes, exits and deadlines of a launch.
+"""What owns the pipes, exits and deadlines of one attempt of a launch, on one thread.
 
 The problem: N ranks end in any order and in any way, print all the while, and a person may interrupt at any moment.
 What does not work is to wait for one rank after another (the second one's failure goes unseen while the first waits
@@ -7,26 +7,30 @@ the kernel's main thread (an interrupt would tear it in the middle).
 
 What does: one selector over every rank's channel, output pipes and pidfd, on a thread that also makes the ranks. It is
 fresh, so a fork from it inherits no libgomp pool, and it outlives them, so they die if and only if it does. SIGINT is
-blocked on it. Everything others may ask of it goes through ``interrupt`` and ``stop``, which only leave a note.
+blocked on it. Everything others may ask of it goes through ``interrupt`` and ``stop``, which only leave a note: even a
+signal's handler may call them. ``attempts`` starts the thread, and a new supervisor on it after a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import selectors
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from nbstate.errors import LaunchError
 from nbstate.launch.engines.base import Engine, RankHandle
-from nbstate.launch.messages import Error, Inbox, Interrupted, Message, Result, Unsendable
-from nbstate.launch.outcome import Ending, first_cause
+from nbstate.launch.messages import Display, Error, Inbox, Interrupted, Message, Result, Unsendable
+from nbstate.launch.outcome import Ending, first_cause, patience
 from nbstate.launch.output import Output
 from nbstate.launch.plan import RankPlan
 from nbstate.launch.report import Blame
@@ -35,8 +39,8 @@ __all__ = ["RankState", "Supervisor"]
 
 _CHUNK: Final = 1 << 16
 _TICK: Final = 0.1
-_WAIT_FOR_CAUSE: Final = 0.3
 _LEAVING: Final = 5.0
+_LOOK_AGAIN: Final = 0.01
 
 Ladder = Sequence[tuple[float, signal.Signals]]
 INTERRUPT: Final[Ladder] = ((0.0, signal.SIGINT), (2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
@@ -59,8 +63,8 @@ class RankState:
         return self.message is not None or self.ended
 
 
-class Supervisor(threading.Thread):
-    """Watches over the ranks of one launch, from their start to their end.
+class Supervisor:
+    """Watches over the ranks of one attempt of a launch, from their start to their end.
 
     Parameters
     ----------
@@ -70,8 +74,8 @@ class Supervisor(threading.Thread):
         One per rank.
     output : Output
         Where lines go.
-    timeout : float or None
-        Seconds that the whole launch may take.
+    deadline : float
+        ``time.monotonic()`` of the moment at which the launch has taken too long; infinity if it may take for ever.
     on_tick : callable
         Called about every 0.1 s, on this thread.
     on_output : callable
@@ -85,35 +89,33 @@ class Supervisor(threading.Thread):
         engine: Engine,
         plans: Sequence[RankPlan],
         output: Output,
-        timeout: float | None,
+        deadline: float,
         on_tick: Callable[[], None],
         on_output: Callable[[], None],
         on_failure: Callable[[Ending | None], None],
     ) -> None:
-        super().__init__(name="nbstate-supervisor", daemon=True)
         self.ranks: list[RankState] = []
         self.endings: list[Ending] = []
         self.cause: Ending | None = None
         self.start_error: BaseException | None = None
         self.stopped_by = ""
         self.late_deaths: list[tuple[int, int]] = []
-        self.finished = threading.Event()
         self._engine = engine
         self._plans = plans
         self._output = output
-        self._timeout = timeout
+        self._deadline = deadline
         self._on_tick, self._on_output, self._on_failure = on_tick, on_output, on_failure
         self._orders: deque[tuple[str, Ladder]] = deque()
         self._ladder: deque[tuple[float, signal.Signals]] = deque()
-        self._deadline: float | None = None
         self._all_said_at: float | None = None
         self._decided = False
-        self._wake_lock = threading.Lock()
+        self.failing: Callable[[], Mapping[int, float]] = dict  # ranks that have raised, by the board; see ``patience``
+        self._wake_lock = threading.RLock()  # a signal's handler may come again while it is in here
         self._wake_read = self._wake_write = -1
 
     def interrupt(self) -> None:
         """KeyboardInterrupt in every rank; one that does not answer within 2 s is ended. Again: ended at once."""
-        self._order("interrupted", HURRY if self.stopped_by else INTERRUPT)
+        self._order("interrupted", HURRY if self.stopped_by or self._orders else INTERRUPT)
 
     def stop(self, grace: float) -> None:
         """KeyboardInterrupt in every rank; one that has not unwound within ``grace`` seconds is ended."""
@@ -133,7 +135,9 @@ class Supervisor(threading.Thread):
         os.set_blocking(self._wake_read, False)
         self._selector = selectors.DefaultSelector()
         try:
-            self._start_ranks()
+            self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+            if self._wait_for_engine():
+                self._start_ranks()
             while not all(state.ended for state in self.ranks):
                 self._turn()
         except BaseException as error:  # ours; the ranks must not outlive it
@@ -141,12 +145,20 @@ class Supervisor(threading.Thread):
             self._kill_all()
         finally:
             self._close()
-            self.finished.set()
-            self._on_output()  # whoever waits for output waits for the end, too
+
+    def _wait_for_engine(self) -> bool:
+        """Wait until ranks can be started at once; False if the launch was ended first."""
+        while True:
+            ready = self._engine.ready()
+            self._take_orders()
+            if ready or self.stopped_by:
+                return not self.stopped_by
+            for key, _ in self._selector.select(_LOOK_AGAIN):
+                key.data()
+            self._on_tick()
 
     def _start_ranks(self) -> None:
         handles = self._engine.start(self._plans)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         for handle in handles:
             state = RankState(handle)
             self.ranks.append(state)
@@ -155,8 +167,6 @@ class Supervisor(threading.Thread):
             self._register(handle.stderr, partial(self._read_output, state, "stderr"))
             if handle.ended >= 0:
                 self._register(handle.ended, partial(self._collect, state))
-        if self._timeout is not None:
-            self._deadline = time.monotonic() + self._timeout
 
     def _register(self, fd: int, react: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, react)
@@ -203,7 +213,10 @@ class Supervisor(threading.Thread):
             for message in state.inbox.feed(piece):
                 self._heard(state, message)
 
-    def _heard(self, state: RankState, message: Message) -> None:
+    def _heard(self, state: RankState, message: Message | Display) -> None:
+        if isinstance(message, Display):
+            self._queue_display(state, message)
+            return
         state.message = message
         if self._ladder_in_use():
             return
@@ -212,6 +225,16 @@ class Supervisor(threading.Thread):
             self.endings.append(Ending(rank, message.report.blame, now, report=message.report))
         elif isinstance(message, Interrupted):
             self.endings.append(Ending(rank, Blame.INTERRUPTED, now))
+
+    def _queue_display(self, state: RankState, message: Display) -> None:
+        """Queue what a rank displayed behind what it has printed before; it waits for the answer to go on."""
+        self._read_output(state, "stdout")  # one chunk is all that a pipe holds
+        self._read_output(state, "stderr")
+        self._output.show(state.handle.rank, json.loads(message.content), message.update)
+        self._on_output()
+        if state.message is None:
+            with contextlib.suppress(OSError):
+                os.write(state.handle.control, b".")
 
     def _ladder_in_use(self) -> bool:
         """Whether ranks are being ended on purpose, so that what they say now is noise."""
@@ -245,10 +268,20 @@ class Supervisor(threading.Thread):
                 self._selector.unregister(fd)
         state.exitcode, state.ended = code, True
         rank = state.handle.rank
-        if state.message is None and not self._ladder_in_use():
+        if state.message is None and not self._ladder_in_use() and not self._engine_is_gone(code):
             self.endings.append(Ending(rank, Blame.DIED, time.monotonic(), exitcode=code))
         elif isinstance(state.message, Result) and code != 0 and not self._ladder_in_use():
             self.late_deaths.append((rank, code))
+
+    def _engine_is_gone(self, code: int) -> bool:
+        """Whether a rank was ended by the end of what made it; then that is the error, and no rank is to blame."""
+        why = self._engine.why_gone(code)
+        if not why:
+            return False
+        self.start_error = LaunchError(why)
+        self._decided = True
+        self._set_ladder(HURRY)
+        return True
 
     def _drain(self, state: RankState, stream: str, fd: int) -> None:
         complete = False
@@ -268,9 +301,11 @@ class Supervisor(threading.Thread):
             why, ladder = self._orders.popleft()
             self.stopped_by = self.stopped_by or why
             self._set_ladder(ladder)
-        if self._deadline is not None and time.monotonic() > self._deadline and not self._ladder_in_use():
-            self.stopped_by = "timeout"
-            self._on_failure(None)
+        if time.monotonic() > self._deadline and not self._ladder_in_use():
+            if self._all_said_at is None:  # otherwise every result is here, and only the leaving takes too long
+                self.stopped_by = "timeout"
+                self._on_failure(None)
+            self._deadline = math.inf
             self._set_ladder(HURRY)
 
     def _set_ladder(self, ladder: Ladder) -> None:
@@ -285,7 +320,7 @@ class Supervisor(threading.Thread):
         assert cause is not None
         waited = time.monotonic() - min(ending.at for ending in self.endings)
         everyone_done = all(state.done for state in self.ranks)
-        if cause.blame > Blame.DIED and waited < _WAIT_FOR_CAUSE and not everyone_done:
+        if not everyone_done and waited < patience(self.endings, self.failing()):
             return
         if cause.blame is Blame.INTERRUPTED and len(self.endings) == len(self.ranks):
             self.stopped_by = "interrupted"  # the whole process group was, as by a front end's Interrupt

@@ -1,9 +1,7 @@
 """The sides of the launch benchmark, one per process: ``python launch_sides.py SIDE FD``.
 
 A side is a stand-in for a kernel: one process with one thread that has imported torch and launches again and again. It
-reads the number of ranks and an empty folder for each launch from its standard input, one JSON line each, and answers
-on descriptor FD. A side has a process to itself because a launcher may leave something behind (a store's server, its
-thread, environment variables) that the next one would stumble over.
+is asked for each launch with the number of ranks and an empty folder (see ``side``).
 
 Every side does the same: N ranks come to be, form one gloo world, pass a barrier, and are gone. Each rank writes when
 it had passed the barrier into a file of its own, on all sides alike, so that no launcher's way of bringing results back
@@ -14,17 +12,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-
-DEVICE = "cpu"
+from launchers import LAUNCHERS, state_of
+from side import serve
 
 
 def report(folder: str, rank: int, world_size: int) -> None:
@@ -58,47 +54,20 @@ def _be_bare(rank: int, ranks: int, folder: str) -> None:
         os._exit(code)
 
 
-def accelerate_ranks(ranks: int, folder: str) -> None:
-    """The peer's notebook_launcher, with its defaults and a port that nobody has used."""
-    from accelerate import notebook_launcher
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    notebook_launcher(_meet_with_accelerate, (folder,), num_processes=ranks, use_port=str(port))
+def by_launcher(name: str, ranks: int, folder: str) -> None:
+    """A notebook_launcher: the peer's, or ours."""
+    LAUNCHERS[name](_meet, (name, folder), ranks)
 
 
-def _meet_with_accelerate(folder: str) -> None:
-    from accelerate import PartialState
-
-    # without cpu=True these would be N worlds of one rank each
-    state = PartialState(cpu=True)
-    state.wait_for_everyone()
-    report(folder, state.process_index, state.num_processes)
-
-
-def nbstate_ranks(start_method: str, ranks: int, folder: str) -> None:
-    """Ours."""
-    from nbstate import notebook_launcher
-
-    notebook_launcher(
-        _meet_with_nbstate, (folder,), num_processes=ranks, device=DEVICE, start_method=start_method, dashboard=False
-    )
-
-
-def _meet_with_nbstate(folder: str) -> None:
-    from nbstate import PartialState
-
-    state = PartialState()
+def _meet(launcher: str, folder: str) -> None:
+    state = state_of(launcher)
     state.wait_for_everyone()
     report(folder, state.process_index, state.num_processes)
 
 
 SIDES: dict[str, Callable[[int, str], None]] = {
     "bare": bare,
-    "accelerate": accelerate_ranks,
-    "forkserver": partial(nbstate_ranks, "forkserver"),
-    "fork": partial(nbstate_ranks, "fork"),
+    **{name: partial(by_launcher, name) for name in LAUNCHERS},
 }
 
 
@@ -127,19 +96,5 @@ def measure(side: str, ranks: int, folder: str) -> dict[str, float]:
     return {"wall": (ended - began) / 1e9, "barrier": (last - began) / 1e9}
 
 
-def main(side: str, fd: int) -> None:
-    """Serve until standard input ends."""
-    os.set_inheritable(fd, False)
-    with os.fdopen(fd, "w", buffering=1) as answers:
-        for line in sys.stdin:
-            ranks, folder = json.loads(line)
-            answer: dict[str, Any]
-            try:
-                answer = measure(side, ranks, folder)
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    serve(int(sys.argv[2]), partial(measure, sys.argv[1]))

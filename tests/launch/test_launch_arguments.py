@@ -66,7 +66,6 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"env": {"A": 1}}, TypeError, "str to str"),
         ({"env": {"A=B": "1"}}, ValueError, "A=B"),
         ({"num_nodes": 2}, NotImplementedError, "one machine"),
-        ({"max_restarts": 1}, NotImplementedError, "max_restarts=1"),
         ({"engine": "ray"}, NotImplementedError, "'local'"),
         ({"rdzv_endpoint": "host:1"}, NotImplementedError, "rdzv_endpoint"),
     ],

@@ -41,5 +41,11 @@ class Engine(Protocol):
 
     name: str
 
+    def ready(self) -> bool:
+        """Whether ``start`` would start ranks at once. Returns at once; to be asked again until it is so."""
+
+    def why_gone(self, exitcode: int) -> str:
+        """Whether a rank that left with this code was ended by the end of the engine, and how; empty if it was not."""
+
     def start(self, plans: Sequence[RankPlan]) -> list[RankHandle]:
         """Start one rank per plan. If one cannot be started, those before it are killed and the error comes through."""

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import socket
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -16,76 +16,22 @@ import multiprocess
 
 from nbstate.errors import LaunchError
 from nbstate.launch import bootstrap
+from nbstate.launch.engines import forkserver
 from nbstate.launch.engines.base import RankHandle
+from nbstate.launch.engines.forkserver import warm_forkserver
 from nbstate.launch.plan import Fd, RankPlan
 
 __all__ = ["LocalEngine", "available_start_methods", "warm_forkserver"]
 
-_PRELOAD: Final = ["nbstate.launch.preload"]
 _MAIN: Final = frozenset({"init_main_from_name", "init_main_from_path"})
+_SERVER_IS_GONE: Final = 255  # what multiprocess says of a rank when nobody is left to tell how it ended
+_LOOKS, _BETWEEN_LOOKS = 5, 0.01  # a server's connections end a moment before it does
 _SETTLED_BY_THE_RANK: Final = frozenset({"sys_path", "sys_argv", "orig_dir", "dir", "start_method"})
-_starting = threading.Lock()
 
 
 def available_start_methods() -> tuple[str, ...]:
     """The start methods that this system has."""
     return tuple(multiprocess.get_all_start_methods())
-
-
-def warm_forkserver() -> None:
-    """Start the fork server if it does not run yet. Returns at once: it imports torch by itself, about 1 s.
-
-    The server lives as long as the thread that starts it (see ``lifeline``), so off the main thread a thread that
-    never ends does it.
-    """
-    if "forkserver" not in available_start_methods():
-        return
-    from multiprocess import forkserver
-
-    with _starting:
-        forkserver.set_forkserver_preload(_PRELOAD)
-        if threading.current_thread() is threading.main_thread():
-            _ensure_running()
-            return
-        if _server_runs():
-            return
-        done = threading.Event()
-        thread = threading.Thread(target=_start_and_stay, args=(done,), name="nbstate-forkserver", daemon=True)
-        thread.start()
-        done.wait()
-
-
-def _server_runs() -> bool:
-    from multiprocess.forkserver import _forkserver
-
-    pid = _forkserver._forkserver_pid
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
-
-
-def _start_and_stay(done: threading.Event) -> None:
-    try:
-        _ensure_running()
-    finally:
-        done.set()
-    threading.Event().wait()
-
-
-def _ensure_running() -> None:
-    from multiprocess import forkserver
-
-    # The server, and through it every rank, inherits this mask: no interrupt before a rank is ready for one.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _without_tracker():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalRank:
@@ -142,11 +88,31 @@ class LocalEngine:
         if start_method == "fork":
             import nbstate.launch.rank  # noqa: F401 - once here, instead of in every rank
         self._context = multiprocess.get_context(start_method)
+        self._server = 0
+
+    def ready(self) -> bool:
+        """Whether ``start`` would start ranks at once; see ``Engine.ready``."""
+        return self.start_method != "forkserver" or forkserver.is_ready()
+
+    def why_gone(self, exitcode: int) -> str:
+        """Whether a rank ended because the fork server did; see ``Engine.why_gone``."""
+        if exitcode != _SERVER_IS_GONE or not self._server:
+            return ""
+        for _ in range(_LOOKS):
+            fate = forkserver.fate(self._server)
+            if fate:
+                return (
+                    f"the fork server ended (process {self._server}, {fate}), and its ranks with it. "
+                    "The next launch starts a new one"
+                )
+            time.sleep(_BETWEEN_LOOKS)
+        return ""
 
     def start(self, plans: Sequence[RankPlan]) -> list[RankHandle]:
         """Start one rank per plan; see ``Engine.start``."""
         if self.start_method == "forkserver":
             warm_forkserver()
+            self._server = forkserver.server_pid()
         started: list[RankHandle] = []
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -167,14 +133,16 @@ class LocalEngine:
         ours, theirs = socket.socketpair()
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
+        parent = self._server or os.getpid()
+        control, stdout, stderr = Fd(theirs.fileno()), Fd(out_write), Fd(err_write)
         process = self._context.Process(
             target=bootstrap.enter,
-            args=(replace(plan, control=Fd(theirs.fileno()), stdout=Fd(out_write), stderr=Fd(err_write)),),
+            args=(replace(plan, parent=parent, control=control, stdout=stdout, stderr=stderr),),
             name=f"nbstate-rank-{plan.rank}",
             daemon=False,
         )
         try:
-            with _lean_start(self.start_method), _without_tracker():
+            with _lean_start(self.start_method), forkserver.without_tracker():
                 process.start()
         except BaseException as error:
             os.close(out_read)
@@ -182,9 +150,8 @@ class LocalEngine:
             ours.close()
             if not isinstance(error, (EOFError, OSError)):
                 raise
-            raise LaunchError(
-                f"rank {plan.rank} could not be started by {self.start_method}: {type(error).__name__}: {error}"
-            ) from error
+            reason = self.why_gone(_SERVER_IS_GONE) or f"{type(error).__name__}: {error}"
+            raise LaunchError(f"rank {plan.rank} could not be started by {self.start_method}: {reason}") from error
         finally:
             os.close(out_write)
             os.close(err_write)
@@ -213,17 +180,20 @@ def _no_collection(start_method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lean_start(start_method: str) -> Iterator[None]:
-    """Keep ``multiprocess`` from two things that it does whenever it starts a process.
+    """Keep ``multiprocess`` from three things that it does whenever it starts a process.
 
     It would import the user's main script anew in each rank: that runs a script's top level once per rank, and a script
     without ``if __name__ == "__main__"`` would launch from inside its own launch. Functions travel by value here.
 
     And it would flush ``sys.stdout`` on this thread, once per rank. In a kernel each flush waits for another thread and
     opens a socket for this one; the launcher has flushed once, on the thread of the cell.
+
+    And it would replace a fork server that has just ended, on this thread, whose end would be the new one's.
     """
     from multiprocess import spawn, util
+    from multiprocess.forkserver import _forkserver
 
-    with _starting:
+    with forkserver.starting:
         prepare, flush = spawn.get_preparation_data, util._flush_std_streams
 
         def lean(name: str) -> dict[str, Any]:
@@ -232,26 +202,9 @@ def _lean_start(start_method: str) -> Iterator[None]:
             return {key: value for key, value in prepare(name).items() if key not in left_out}
 
         spawn.get_preparation_data, util._flush_std_streams = lean, lambda: None
+        _forkserver.ensure_running = lambda: None
         try:
             yield
         finally:
             spawn.get_preparation_data, util._flush_std_streams = prepare, flush
-
-
-@contextlib.contextmanager
-def _without_tracker() -> Iterator[None]:
-    """Keep ``multiprocess`` from starting its resource tracker in the kernel.
-
-    The tracker unlinks named semaphores that crashed processes leave; a launch makes none, and a rank that needs a
-    tracker starts its own. In a kernel it does harm: it ignores SIGTERM, and ipykernel waits for it at every restart.
-    """
-    from multiprocess import resource_tracker
-
-    getfd, ensure_running = resource_tracker.getfd, resource_tracker.ensure_running
-    null = os.open(os.devnull, os.O_WRONLY)
-    resource_tracker.getfd, resource_tracker.ensure_running = lambda: null, lambda: None
-    try:
-        yield
-    finally:
-        resource_tracker.getfd, resource_tracker.ensure_running = getfd, ensure_running
-        os.close(null)
+            del _forkserver.ensure_running

@@ -1,0 +1,283 @@
+"""Every fault, at every moment of a rank's life, in every start method: who is named, how fast, and what is left.
+
+Faults that a rank brings on itself, and hangs, are launched from this process. An interrupt and the death of the kernel
+need a real one: an interrupt shares one kernel over all cells, and a kernel that is killed has four unblocked launches
+running by then, one in each phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from fault_victim import GUILTY, PHASES, arguments, struck_at, victim
+from real_kernel import IT_HUNG, RealKernel
+from remains import Remains, describe
+
+from nbstate import LaunchTimeoutError, RankError, notebook_launcher
+
+START_METHODS = ("fork", "forkserver", "spawn")
+
+CAUSES = {
+    "raise": "ValueError",
+    "sys.exit(3)": "SystemExit",
+    "os._exit(3)": "exit code 3",
+    "SIGKILL": "SIGKILL",
+    "SIGSEGV": "SIGSEGV",
+}
+DEATHS = ("os._exit(3)", "SIGKILL", "SIGSEGV")
+ALL_GONE = 5.0  # generous: what a dead kernel leaves is meant to be gone within 1 s
+
+launch = partial(notebook_launcher, num_processes=2, device="cpu", dashboard=False)
+
+
+@dataclass
+class Table:
+    """The matrix as it fills."""
+
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, start_method: str, phase: str, fault: str, named: str, seconds: float, left: str) -> None:
+        """``seconds``: from the fault until the error (or the results) were in hand."""
+        self.rows.append((start_method, phase, fault, named, f"{seconds:.2f} s", left))
+
+    def lines(self) -> list[str]:
+        """Columns side by side, sorted by start method and phase."""
+        head = ("start method", "phase", "fault", "named", "took", "left")
+        rows = sorted(self.rows, key=lambda row: (row[0], PHASES.index(row[1])))
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+
+
+@pytest.fixture(scope="module")
+def table(shown_at_the_end: dict[str, list[str]]) -> Iterator[Table]:
+    collected = Table()
+    yield collected
+    if collected.rows:
+        shown_at_the_end["fault matrix"] = collected.lines()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_directory() -> Iterator[Path]:
+    """A directory for temporary files, so that whatever is in it came from here."""
+    launch(int, start_method="forkserver")  # the fork server keeps a socket in the old one
+    with tempfile.TemporaryDirectory(prefix="nb") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def timeouts() -> dict[str, float]:
+    """For each start method, seconds in which a launch has surely come to where it hangs."""
+    found = {}
+    for start_method in START_METHODS:
+        began = time.monotonic()
+        launch(victim, ("none", "tear-down", ""), num_processes=1, start_method=start_method)
+        found[start_method] = 0.5 + 3 * (time.monotonic() - began)
+    return found
+
+
+def since_the_strike(folder: Path) -> float:
+    struck = struck_at(str(folder))
+    assert struck is not None, "the launch ended before the fault"
+    return time.monotonic() - struck
+
+
+def wait_for_strikes(*folders: Path) -> None:
+    deadline = time.monotonic() + IT_HUNG
+    while not all(struck_at(str(folder)) for folder in folders):
+        assert time.monotonic() < deadline, "not every rank came to where it hangs"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "tear-down"])
+@pytest.mark.parametrize("fault", CAUSES)
+def test_the_rank_that_failed_is_named(
+    start_method: str, phase: str, fault: str, tmp_path: Path, nothing_left: Remains, table: Table
+) -> None:
+    with pytest.raises(RankError) as caught:
+        launch(victim, arguments(start_method, fault, phase, str(tmp_path)), start_method=start_method)
+    seconds, left = since_the_strike(tmp_path), nothing_left.left(within=1.0)
+    error = caught.value
+    table.add(start_method, phase, fault, f"rank {error.rank}: {error.cause_type}", seconds, describe(left))
+    assert (error.rank, error.cause_type) == (GUILTY, CAUSES[fault])
+    assert set(error.others) == {0}
+    assert phase != "barrier" or "waited in barrier #1" in error.others[0]
+    assert not left
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_results_stand_when_a_rank_fails_after_them(
+    start_method: str,
+    fault: str,
+    tmp_path: Path,
+    nothing_left: Remains,
+    table: Table,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # C39
+    results = launch(victim, (fault, "tear-down", str(tmp_path)), start_method=start_method)
+    seconds, left = since_the_strike(tmp_path), nothing_left.left(within=1.0)
+    told = capfd.readouterr().err
+    warnings = [line for line in told.splitlines() if line.startswith("nbstate: ")]
+    # Python itself tells of an exception in an atexit callback; the prefix says in which rank
+    named = warnings if fault in DEATHS else [line for line in told.splitlines() if CAUSES[fault] in line][-1:]
+    table.add(start_method, "tear-down", fault, "; ".join(["results", *map(shortened, named)]), seconds, describe(left))
+    assert results == [0, 1]
+    assert len(named) == 1
+    if fault in DEATHS:
+        assert re.search(rf"\brank {GUILTY}\b.*\b{re.escape(CAUSES[fault])}\b", named[0])
+    else:
+        assert named[0].startswith(f"[{GUILTY}] ")
+        assert not warnings
+    assert not left
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "tear-down"])
+def test_a_hang_is_ended_by_the_timeout_and_described(
+    start_method: str,
+    phase: str,
+    tmp_path: Path,
+    nothing_left: Remains,
+    table: Table,
+    timeouts: dict[str, float],
+) -> None:
+    with pytest.raises(LaunchTimeoutError) as caught:
+        launch(
+            victim,
+            arguments(start_method, "hang", phase, str(tmp_path)),
+            start_method=start_method,
+            timeout=timeouts[start_method],
+        )
+    seconds, left = since_the_strike(tmp_path), nothing_left.left(within=1.0)
+    described = re.search(rf"rank {GUILTY} [^;\n]*", str(caught.value))
+    named = described.group() if described else "nobody"
+    table.add(start_method, phase, "hang", f"timeout: {shortened(named)}", seconds, describe(left))
+    assert described
+    assert phase != "barrier" or re.search(r"rank 0 waited in barrier #1", str(caught.value))
+    assert not left
+
+
+def test_results_stand_when_a_rank_hangs_after_them(
+    start_method: str,
+    tmp_path: Path,
+    nothing_left: Remains,
+    table: Table,
+    timeouts: dict[str, float],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # C39
+    results = launch(
+        victim, ("hang", "tear-down", str(tmp_path)), start_method=start_method, timeout=timeouts[start_method]
+    )
+    seconds, left = since_the_strike(tmp_path), nothing_left.left(within=1.0)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("nbstate: ")]
+    table.add(
+        start_method, "tear-down", "hang", "; ".join(["results", *map(shortened, warnings)]), seconds, describe(left)
+    )
+    assert results == [0, 1]
+    assert len(warnings) == 1
+    assert re.search(rf"\brank {GUILTY}\b", warnings[0])
+    assert not left
+
+
+def shortened(text: str) -> str:
+    return text.removeprefix("nbstate: ").strip()[:60]
+
+
+IN_A_KERNEL = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from fault_victim import arguments, victim
+from nbstate import notebook_launcher
+def suffer(start_method, phase, folder, **options):
+    args = arguments(start_method, "hang", phase, folder)
+    options |= dict(num_processes=2, device="cpu", start_method=start_method, dashboard=False)
+    return notebook_launcher(victim, args, **options)
+"""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_interrupted_cell(
+    kernel: RealKernel, start_method: str, phase: str, tmp_path: Path, table: Table
+) -> None:  # C13
+    kernel.good(IN_A_KERNEL)
+    remains = Remains(kernel.pid)
+    sent = kernel.start(f"suffer({start_method!r}, {phase!r}, {str(tmp_path)!r})")
+    wait_for_strikes(tmp_path)
+    interrupted = time.monotonic()
+    kernel.interrupt()
+    reply = kernel.finish(sent)
+    seconds, left = time.monotonic() - interrupted, remains.left(within=1.0)
+    table.add(start_method, phase, "interrupt", reply.error.rstrip(": "), seconds, describe(left))
+    assert reply.error == "KeyboardInterrupt: "
+    assert "Traceback" not in reply.stderr
+    assert not left
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    """Ports that these hold."""
+    ports: set[int] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # rank 0 leaves while rank 1 hangs in its tear-down
+            found = process.net_connections(kind="inet")
+            ports |= {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN}
+    return ports
+
+
+def still_listening(ports: set[int]) -> set[int]:
+    """Those of ``ports`` that anybody on this machine holds."""
+    connections = psutil.net_connections(kind="inet")
+    return ports & {c.laddr.port for c in connections if c.laddr and c.status == psutil.CONN_LISTEN}
+
+
+def files_in(directory: Path) -> set[object]:
+    """All but the cache that torch keeps for every process of this user."""
+    return {str(path) for path in directory.iterdir() if not path.name.startswith("torchinductor_")}
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_killed_kernel(
+    own_kernel: RealKernel, own_directory: Path, start_method: str, tmp_path: Path, table: Table
+) -> None:  # C15
+    files_before = files_in(own_directory)
+    own_kernel.good(IN_A_KERNEL)
+    folders = {phase: tmp_path / phase for phase in PHASES}
+    # the tear-down comes last: a rank that does not leave is ended after a while
+    for phases in (PHASES[:-1], PHASES[-1:]):
+        for phase in phases:
+            folders[phase].mkdir()
+            own_kernel.good(f"suffer({start_method!r}, {phase!r}, {str(folders[phase])!r}, block=False)")
+        wait_for_strikes(*(folders[phase] for phase in phases))
+    everyone = own_kernel.descendants()
+    ports = listening([psutil.Process(own_kernel.pid), *everyone])
+    killed = time.monotonic()
+    own_kernel.kill()
+
+    def left() -> dict[str, set[object]]:
+        found: dict[str, set[object]] = {
+            "process": {process.pid for process in everyone if not is_gone(process)},
+            "port": set(still_listening(ports)),
+            "temporary file": files_in(own_directory) - files_before,
+        }
+        return {kind: some for kind, some in found.items() if some}
+
+    while left() and time.monotonic() - killed < ALL_GONE:
+        time.sleep(0.01)
+    seconds, remaining = time.monotonic() - killed, left()
+    for phase in PHASES:
+        table.add(start_method, phase, "kernel kill -9", "-", seconds, describe(remaining))
+    assert len(everyone) >= 2 * len(PHASES) - 1
+    assert not remaining
