@@ -6,6 +6,7 @@ import queue
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,14 @@ from jupyter_client.manager import KernelManager
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 IT_HUNG = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = IT_HUNG) -> None:
+    """Wait for something that must happen; fail with its name if it has not after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.01)
 
 
 @dataclass

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from real_kernel import IT_HUNG, RealKernel
+from real_kernel import IT_HUNG, RealKernel, wait_until
 
 SETUP = """
 import os, sys, time, functools
@@ -21,13 +20,6 @@ from nbstate import notebook_launcher, PartialState
 
 def gone(processes: list[psutil.Process]) -> bool:
     return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = IT_HUNG) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.01)
 
 
 def ranks_of(kernel: RealKernel, number: int) -> list[psutil.Process]:

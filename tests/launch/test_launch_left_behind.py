@@ -10,28 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
-from real_kernel import RealKernel
+from real_kernel import IT_HUNG, RealKernel, wait_until
 
 from nbstate import LaunchError, PartialState, RankError, notebook_launcher
 from nbstate.launch import rundir
 from nbstate.launch.engines import forkserver
 
-IT_HUNG = 60.0
 SOON = 5.0  # what the design says takes a second or less, on a busy machine
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = IT_HUNG) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.01)
 
 
 def gone(processes: list[psutil.Process]) -> bool:
