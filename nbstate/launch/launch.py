@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nbstate.dashboard import (
-    LaunchFacts,
-    LaunchView,
-    LiveDashboard,
-    TerminalDashboard,
-    dashboard_available,
-    terminal_available,
-)
+from nbstate.dashboard import LiveDashboard, TerminalDashboard
 from nbstate.errors import (
     LaunchStoppedError,
     LaunchTimeoutError,
@@ -31,11 +24,12 @@ from nbstate.launch.engines import LocalEngine
 from nbstate.launch.interrupts import Interrupts, run_torn
 from nbstate.launch.messages import Result
 from nbstate.launch.outcome import Ending, doing, exit_name, headline, rank_error, unsendable_error
-from nbstate.launch.output import Output, Rich
+from nbstate.launch.output import Output
 from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.planning import make_plans
 from nbstate.launch.preflight import Choice
 from nbstate.launch.shipping import unpack_result
+from nbstate.launch.showing import BETWEEN_POURS, Showing
 from nbstate.launch.spec import LaunchSpec
 from nbstate.launch.supervisor import Supervisor
 from nbstate.telemetry.board import RankSnapshot
@@ -44,7 +38,6 @@ from nbstate.telemetry.diagnosis import diagnose
 __all__ = ["Launch", "RankInfo", "last_launch", "stop_all"]
 
 _TICK: Final = 0.1
-_BETWEEN_POURS: Final = 0.02  # seconds in which lines gather, so that a rank that prints much costs few messages
 _TAIL: Final = 300  # lines of the guilty rank's output to find its last words in, before Python's dump of a crash
 _numbers = itertools.count(1)
 _live: weakref.WeakSet[Launch] = weakref.WeakSet()
@@ -92,25 +85,20 @@ class Launch:
     def __init__(self, spec: LaunchSpec, choice: Choice) -> None:
         self.spec = spec
         self.start_method = choice.start_method
-        self.cells = notebook.cell_names()
-        self.dashboard: LiveDashboard | TerminalDashboard | None = None
         self._id = f"{os.getpid()}-{next(_numbers)}"
         self._output = Output(spec.num_processes, spec.prefix)
-        self._write_to_cell = notebook.cell_writer()
+        self._showing = Showing(spec, self.start_method, self._output, self._look)
         self._arrived = threading.Event()
         self._error: BaseException | None = None
         self._results: dict[int, Any] = {}
         self._settled = threading.Lock()
         self._is_settled = False
-        self._started = time.monotonic_ns()
         self._said_failure = ""
-        self._next_refresh = 0.0
-        self._next_pour = 0.0
         self._close_payload = choice.payload.close if choice.payload else _nothing
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_payload)
             hooks = Hooks(
-                tick=self._tick, output=self._arrived.set, failure=self._failed, restart=self._announce_restart
+                tick=self._showing.tick, output=self._arrived.set, failure=self._failed, restart=self._announce_restart
             )
 
             def plans(port: int, listener: Fd, board: Fd) -> list[RankPlan]:
@@ -124,7 +112,7 @@ class Launch:
     def begin(self) -> None:
         """Show the dashboard and start the ranks. Called once, by the launcher, on the thread of the cell."""
         try:
-            self._show_dashboard()
+            self._showing.begin(self)
             self._attempts.begin()
         except BaseException:
             if not self._attempts.begun:
@@ -132,6 +120,16 @@ class Launch:
                 self._close_payload()
                 _live.discard(self)
             raise
+
+    @property
+    def dashboard(self) -> LiveDashboard | TerminalDashboard | None:
+        """What is drawn of it, if anything is."""
+        return self._showing.dashboard
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """File name of each cell's code, and what the notebook calls the cell."""
+        return self._showing.cells
 
     @property
     def begun(self) -> bool:
@@ -151,54 +149,6 @@ class Launch:
     @property
     def _supervisor(self) -> Supervisor:
         return self._attempts.current.supervisor
-
-    def _show_dashboard(self) -> None:
-        """The widget in a notebook, one line on a terminal, else nothing."""
-        spec = self.spec
-        if spec.dashboard is False:
-            return
-        facts = LaunchFacts(
-            title=spec.title,
-            cell=notebook.current_cell(),
-            start_method=self.start_method,
-            engine=spec.engine,
-            world_size=spec.num_processes,
-            started=self._started,
-        )
-        if dashboard_available():
-            self.dashboard = LiveDashboard(facts, self)
-        elif terminal_available():
-            self.dashboard = TerminalDashboard(facts)
-        else:
-            return
-        self.dashboard.show()
-        self.dashboard.refresh(self._view("starting"))
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        if not self.spec.block and now >= self._next_pour:
-            self._next_pour = now + _BETWEEN_POURS
-            self._pour()
-        if self.dashboard is None or now < self._next_refresh:
-            return
-        self._next_refresh = now + _TICK
-        try:
-            self.dashboard.refresh(self._view("running"))
-        except Exception as error:  # a picture that cannot be drawn must not end the launch
-            self._next_refresh = math.inf
-            self._write_to_cell("stderr", f"nbstate: the dashboard has stopped: {type(error).__name__}: {error}\n")
-
-    def _view(self, state: Any, message: str = "", guilty: tuple[int, ...] = ()) -> LaunchView:
-        snapshots, now = self._look()
-        return LaunchView(
-            snapshots=snapshots,
-            now=now,
-            state=state,
-            message=message,
-            lines=self._output.recent(),
-            cells=self.cells,
-            guilty=guilty,
-        )
 
     def _look(self) -> tuple[list[RankSnapshot], int]:
         return self._attempts.current.look()
@@ -220,17 +170,6 @@ class Launch:
         self._output.say(f"nbstate: {self._said_failure}; {again} (attempt {attempts + 1} of {total})")
         self._said_failure = ""
         self._arrived.set()
-
-    def _pour(self, write: notebook.Writer | None = None) -> None:
-        """Show what has been printed since the last time."""
-        to_cell = write or self._write_to_cell
-        while (piece := self._output.take()) is not None:
-            if isinstance(self.dashboard, TerminalDashboard):
-                self.dashboard.clear()
-            if isinstance(piece, Rich):
-                to_cell.display(piece)
-            else:
-                to_cell(*piece)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has ended.
@@ -256,12 +195,13 @@ class Launch:
                 self._attempts.finished.wait(left)
             elif self._arrived.wait(left):
                 self._arrived.clear()
-                self._pour(write)
-                self._attempts.finished.wait(_BETWEEN_POURS)
+                if self._showing.pour(write):
+                    self._arrived.set()
+                self._attempts.finished.wait(BETWEEN_POURS)
         ended = self._attempts.finished.is_set()
         if ended:
             with Interrupts() as interrupts:
-                self._settle(write)
+                self._settle(write, lambda: interrupts.count > 0)
             if interrupts.count:
                 raise KeyboardInterrupt
         return ended
@@ -331,20 +271,20 @@ class Launch:
         ranks = "1 rank" if self.spec.num_processes == 1 else f"{self.spec.num_processes} ranks"
         return f"<Launch of {self.spec.title} on {ranks}, {self.start_method}, {state}>"
 
-    def _settle(self, write: notebook.Writer | None = None) -> None:
+    def _settle(self, write: notebook.Writer | None, hurried: Callable[[], bool]) -> None:
         """Once all ranks have ended: the results or the error, the last output, the last picture. Done once."""
         with self._settled:
             if self._is_settled:
                 return
             self._attempts.join()
-            self._pour(write)
+            self._showing.pour_the_rest(write, hurried)
             unpacked = run_torn(self._unpack_results)
             self._error = self._find_error() if unpacked else KeyboardInterrupt()
             self._warn_of_late_deaths(write)
             self._attempts.current.close()
             self._close_payload()
             _live.discard(self)
-            self._finish_dashboard()
+            self._show_ending()
             self._is_settled = True
 
     def _unpack_results(self) -> None:
@@ -394,12 +334,11 @@ class Launch:
 
     def _warn_of_late_deaths(self, write: notebook.Writer | None) -> None:
         for rank, code in self._supervisor.late_deaths:
-            text = f"nbstate: rank {rank} was ended by {exit_name(code)} after its result had arrived\n"
-            (write or self._write_to_cell)("stderr", text)
+            self._showing.say(
+                f"nbstate: rank {rank} was ended by {exit_name(code)} after its result had arrived", write
+            )
 
-    def _finish_dashboard(self) -> None:
-        if self.dashboard is None:
-            return
+    def _show_ending(self) -> None:
         error = self._error
         guilty: tuple[int, ...] = ()
         state, message = "failed", self._said_failure
@@ -412,10 +351,7 @@ class Launch:
         else:
             message = message or f"{type(error).__name__}: {error}"
             guilty = (error.rank,) if isinstance(error, RankError) else ()
-        try:
-            self.dashboard.finish(self._view(state, message, guilty))
-        except Exception as failure:  # results are not lost for a picture
-            self._write_to_cell("stderr", f"nbstate: no last picture: {type(failure).__name__}: {failure}\n")
+        self._showing.finish(state, message, guilty)
 
 
 def _nothing() -> None:

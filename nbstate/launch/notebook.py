@@ -10,7 +10,16 @@ from typing import Any, Final, Protocol
 
 from nbstate.launch.output import Rich
 
-__all__ = ["Writer", "cell_names", "cell_writer", "current_cell", "in_kernel", "shell", "write_plain"]
+__all__ = [
+    "Writer",
+    "cell_names",
+    "cell_writer",
+    "current_cell",
+    "goes_to_front_end",
+    "in_kernel",
+    "shell",
+    "write_plain",
+]
 
 
 def shell() -> Any | None:
@@ -65,6 +74,13 @@ def cell_writer() -> Writer:
     """
     kernel = getattr(shell(), "kernel", None)
     return write_plain if kernel is None else _CellWriter(kernel)
+
+
+def goes_to_front_end(writer: Writer) -> bool:
+    """Whether what is written goes straight to a page: in a kernel, and nobody captures it on the way."""
+    if isinstance(writer, _CellWriter):
+        return True
+    return in_kernel() and type(sys.stdout).__module__.startswith("ipykernel")
 
 
 class _CellWriter:

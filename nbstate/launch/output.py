@@ -12,7 +12,7 @@ import codecs
 import contextlib
 import ctypes
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from string import Template
 from typing import Final
@@ -235,6 +235,46 @@ class Output:
                 gone = self._queue.popleft()
                 self._queued -= len(getattr(gone, "text", None) or "")
         return (stream, joined) if parts else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something that has not been shown yet."""
+        return bool(self._queue)
+
+    @property
+    def displays(self) -> bool:
+        """Whether something of that was displayed, and is not a line."""
+        with self._lock:
+            return any(isinstance(one, Rich) for one in self._queue)
+
+    def leave_out(self, keep: int) -> int:
+        """Take out of the queue what a cell that is full shall not get: all lines but each rank's last.
+
+        What was displayed stays, and the lines before it go; of those after it about the last ``keep`` bytes of each
+        rank stay.
+
+        Returns
+        -------
+        int
+            Bytes of the lines that were taken out.
+        """
+        gone = 0
+        kept: defaultdict[int, int] = defaultdict(int)
+        with self._lock:
+            stay: deque[_Queued | Rich] = deque()
+            before_display = False
+            for one in reversed(self._queue):
+                if isinstance(one, Rich):
+                    before_display = True
+                    stay.appendleft(one)
+                elif one.rank == _NOBODY or (kept[one.rank] < keep and not before_display):
+                    kept[one.rank] += one.end - one.begin
+                    stay.appendleft(one)
+                else:
+                    gone += one.end - one.begin
+                    self._queued -= len(one.text or "")
+            self._queue = stay
+        return gone
 
     def logs(self, rank: int) -> str:
         """All that one rank has printed, both streams, in the order in which it arrived."""

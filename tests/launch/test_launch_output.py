@@ -19,10 +19,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_kernel import RealKernel
+from real_kernel import RealKernel, Reply
 
 from nbstate import notebook_launcher
-from nbstate.launch.output import LONGEST_LINE, LineAssembler, Output
+from nbstate.launch.flow import CELL, Flow
+from nbstate.launch.output import LONGEST_LINE, LineAssembler, Output, Rich
 from nbstate.launch.spill import IN_MEMORY, RankLog
 
 LINES = 2000
@@ -286,10 +287,13 @@ def prints_very_much() -> None:
 
 
 class Peak(threading.Thread):
-    """The most memory that this process has used while the block ran, in bytes."""
+    """The most memory that a process, by default this one, has used while the block ran, in bytes."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        super().__init__()
+        self._process, self._over = psutil.Process(pid), threading.Event()
 
     def __enter__(self) -> Peak:
-        self._process, self._over = psutil.Process(), threading.Event()
         self.before = self.most = self._process.memory_info().rss
         self.start()
         return self
@@ -349,3 +353,73 @@ def test_four_ranks_of_20000_lines_in_a_cell(kernel: RealKernel) -> None:  # C16
     for rank in range(4):
         wanted = [f"line {n} of {rank}" for n in range(20_000)]
         assert seen[f"[{rank}] "] == [*wanted, "no newline at the end"]
+
+
+def test_a_cell_gets_text_no_faster_than_a_front_end_passes_it_on() -> None:
+    time_is = 0.0
+    flow = Flow(clock=lambda: time_is)
+    sent = []
+    while not flow.is_full:
+        while flow.is_open and not flow.is_full:
+            flow.add("x" * 99_999 + "\n")
+            sent.append((time_is, 100_001))
+        time_is += 0.02
+    for moment, _ in sent:
+        assert sum(size for when, size in sent if moment - 3 < when <= moment) < 3_000_000
+    assert time_is < 3 * CELL / 2_500_000
+
+
+VERY_MUCH = """
+def prints_very_much(megabytes):
+    line = b"y" * 99 + b"\\n"
+    for _ in range(megabytes * 10):
+        sys.stdout.buffer.write(line * 1000)
+    print("the last line")
+"""
+
+
+def _runs_in_a_cell(kernel: RealKernel, megabytes: int) -> tuple[Reply, int]:
+    """What the cell got of two ranks that print so much each, and by how much the kernel's memory grew, bytes."""
+    kernel.good(VERY_MUCH)
+    kernel.good("notebook_launcher(print, num_processes=2, start_method='forkserver', dashboard=False);")
+    with Peak(kernel.pid) as peak:
+        call = f"prints_very_much, ({megabytes},), num_processes=2, start_method='forkserver', dashboard=False"
+        reply = kernel.good(f"notebook_launcher({call});")
+    return reply, peak.most - peak.before
+
+
+def _is_bounded(kernel: RealKernel, megabytes: int) -> int:
+    reply, grown = _runs_in_a_cell(kernel, megabytes)
+    assert 0.9 * CELL < len(reply.stdout) < 1.2 * CELL
+    assert all(re.fullmatch(r"\[[01]\] (y{99}|the last line)", line) for line in reply.stdout.splitlines())
+    for rank in (0, 1):
+        assert reply.stdout.count(f"[{rank}] the last line\n") == 1
+    assert "this cell has got 8 MB of text" in reply.stderr
+    said = re.search(r"([\d,.]+) MB of text are left out above; Launch.logs\(rank\) has them", reply.stderr)
+    assert said
+    assert float(said[1].replace(",", "")) == pytest.approx(2 * megabytes - CELL / 1e6, abs=0.6)
+    ends = "[len(nbstate.last_launch().logs(rank)) for rank in (0, 1)]"
+    assert kernel.good(ends).result == str([megabytes * 1_000_000 + len("the last line\n")] * 2)
+    return grown
+
+
+def test_a_cell_gets_as_much_as_a_page_can_show_and_the_logs_have_the_rest(kernel: RealKernel) -> None:
+    assert _is_bounded(kernel, megabytes=30) < 60e6
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_gigabyte_costs_the_kernel_no_more(kernel: RealKernel) -> None:
+    assert _is_bounded(kernel, megabytes=512) < 60e6
+
+
+def test_a_display_is_shown_even_if_the_cell_is_full() -> None:
+    output = Output(1, "")
+    for number in range(100):
+        output.feed(0, "stdout", f"{number:05}\n".encode() * 1000)
+        if number == 50:
+            output.show(0, {"data": {"text/plain": "a figure"}}, update=False)
+    assert output.leave_out(keep=7000) == (51 + 47) * 6000
+    assert isinstance(output.take(), Rich)
+    assert output.take() == ("stdout", "00098\n" * 1000 + "00099\n" * 1000)
+    assert output.take() is None
