@@ -146,15 +146,14 @@ class AcceleratorState(SharedState, ProcessControl):
         """The best device here: what a process alone would take."""
         return PartialState.__new__(PartialState).default_device
 
-    @property
-    def initialized(self) -> bool:
-        """Whether the state is built, and the ``PartialState`` under it is still there. Builds nothing."""
-        return is_initialized()
+    @classmethod
+    def _is_built(cls) -> bool:
+        return bool(cls._shared_state and PartialState._shared_state)
 
-    @staticmethod
-    def is_initialized() -> bool:
-        """Whether the state is built. Builds nothing."""
-        return is_initialized()
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether the state is built, and the ``PartialState`` under it is still there. Builds nothing."""
+        return cls._is_built()
 
     @classmethod
     def reset(cls, reset_partial_state: bool = True) -> None:
@@ -215,4 +214,4 @@ def _conflict(argument: str, asked: Any, built: Any) -> StateConflictError:
 
 def is_initialized() -> bool:
     """Whether ``AcceleratorState`` is built. Builds nothing."""
-    return bool(AcceleratorState._shared_state and PartialState._shared_state)
+    return AcceleratorState.is_initialized()

@@ -135,7 +135,12 @@ class GradientState(SharedState):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader gave its last batch. False outside a loader."""
-        return bool(getattr(self.active_dataloader, "end_of_dataloader", False))
+        loaders = self._loaders
+        if not loaders:
+            return False
+        # Read at every step, so without a search where the newest loader is there.
+        loader = loaders[-1]()
+        return bool(getattr(self.active_dataloader if loader is None else loader, "end_of_dataloader", False))
 
     @property
     def remainder(self) -> int:

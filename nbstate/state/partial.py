@@ -273,7 +273,8 @@ def _build(cpu: bool, options: Mapping[str, Any]) -> dict[str, Any]:
         make_group(environment, plan.backend, options.get("timeout"), bound, rest)
     return {
         "device": plan.device,
-        "distributed_type": DistributedType.NO if environment.alone else kind.distributed_type,
+        # XLA is a way to compute, even for one process; all others are ways to be several.
+        "distributed_type": DistributedType.NO if environment.alone and kind.name != "xla" else kind.distributed_type,
         "backend": plan.backend,
         "process_index": environment.rank,
         "local_process_index": environment.local_rank,

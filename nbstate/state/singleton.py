@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from nbstate.errors import StateNotBuiltError
@@ -36,7 +37,29 @@ def renew_lock() -> None:
     _lock = threading.RLock()
 
 
-class SharedState:
+class _Handles(type):
+    """Of a state that is built, ``PartialState()`` hands out one instance again and again.
+
+    Training loops write ``PartialState()`` where they want to know a rank's number, so it must cost no more than that.
+    Any argument takes the long way, where it is compared with what the state was built with.
+    """
+
+    _kept: Any
+    _is_built: Callable[[], bool]
+
+    def __init__(cls, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        cls._kept = None  # a subclass has a handle of its own
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return super().__call__(*args, **kwargs)
+        if cls._kept is None or not cls._is_built():
+            cls._kept = super().__call__()
+        return cls._kept
+
+
+class SharedState(metaclass=_Handles):
     """Base of the singletons.
 
     A subclass gives its own ``_shared_state`` dictionary, and in ``_names`` every attribute that exists once it is
@@ -89,10 +112,14 @@ class SharedState:
     def __reduce__(self) -> tuple[Any, ...]:
         return _handle, (type(self), os.getpid())
 
+    @classmethod
+    def _is_built(cls) -> bool:
+        return bool(cls._shared_state)
+
     @property
     def initialized(self) -> bool:
         """Whether the state is built. Builds nothing."""
-        return bool(type(self)._shared_state)
+        return self._is_built()
 
     @classmethod
     def _forget(cls) -> None:

@@ -353,3 +353,22 @@ def test_the_board_shows_device_and_memory():
     finally:
         probe.detach()
         board.close()
+
+
+def test_a_built_state_has_one_handle_and_arguments_are_still_checked():
+    state = PartialState(cpu=True)
+    assert PartialState() is PartialState()
+    assert PartialState() == state
+
+    class Mine(PartialState):
+        pass
+
+    assert type(Mine()) is Mine
+    assert type(PartialState()) is PartialState
+    with pytest.raises(ArgumentTypeError):
+        PartialState(nonsense=1)
+    kept = PartialState()
+    PartialState.reset()
+    with pytest.raises(StateNotBuiltError):
+        _ = kept.device
+    assert PartialState(cpu=True).device == kept.device
