@@ -31,7 +31,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Playwright
 
@@ -53,6 +53,7 @@ _UP_WITHIN: Final = 90.0  # seconds: later than this means it hung
 _SETTINGS: Final = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
+_KERNEL: Final = "tested"
 _CELL: Final = "window.jupyterapp.shell.currentWidget.content.widgets[index]"
 
 
@@ -276,7 +277,7 @@ class Notebook:
 
 
 class Lab:
-    """A JupyterLab server, for as long as the ``with`` block lasts.
+    """A JupyterLab or Notebook 7 server, for as long as the ``with`` block lasts.
 
     Parameters
     ----------
@@ -286,10 +287,23 @@ class Lab:
         Where notebooks are opened.
     size : tuple of int
         Width and height of the window, in pixels.
+    app : {"lab", "notebook"}
+        Which of both front ends.
+    packages : Path, optional
+        A directory that comes first on the kernels' path, such as one with another ipykernel.
     """
 
-    def __init__(self, directory: Path, browser: Browser, size: tuple[int, int] = (1400, 1000)) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        browser: Browser,
+        size: tuple[int, int] = (1400, 1000),
+        app: Literal["lab", "notebook"] = "lab",
+        packages: Path | None = None,
+    ) -> None:
         self.directory = directory
+        self._app = app
+        self._packages = packages
         self.notebooks = directory / "notebooks"
         self.token = secrets.token_hex(16)
         self._browser = browser
@@ -300,6 +314,7 @@ class Lab:
     def __enter__(self) -> Lab:
         with contextlib.ExitStack() as undo:
             self.notebooks.mkdir(parents=True)
+            self._describe_kernel()
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self.port = probe.getsockname()[1]
@@ -325,12 +340,22 @@ class Lab:
         path.write_text(cells.read_text() if isinstance(cells, Path) else json.dumps(_notebook(cells)))
         page = self._context.new_page()
         notebook = Notebook(page, path)
-        page.goto(f"http://127.0.0.1:{self.port}/lab/tree/{path.name}?token={self.token}&reset")
+        place = {"lab": "lab/tree", "notebook": "notebooks"}[self._app]
+        page.goto(f"http://127.0.0.1:{self.port}/{place}/{path.name}?token={self.token}&reset")
         page.wait_for_function(
             "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel", timeout=_UP_WITHIN * 1000
         )
         notebook.wait_idle(_UP_WITHIN)
         return notebook
+
+    def _describe_kernel(self) -> None:
+        """The kernel of our notebooks: this interpreter, with ``packages`` before everything else on its path."""
+        path = os.pathsep.join(filter(None, [str(self._packages or ""), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        described = {"argv": command, "display_name": "Tested", "language": "python", "metadata": {"debugger": False}}
+        file = self.directory / "data/kernels" / _KERNEL / "kernel.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({**described, "env": {"PYTHONPATH": path} if path else {}}))
 
     def _start_server(self) -> subprocess.Popen[bytes]:
         private = {
@@ -342,10 +367,11 @@ class Lab:
             "IPYTHONDIR": "ipython",
         }
         environment = {**os.environ, **{name: str(self.directory / folder) for name, folder in private.items()}}
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
+        module = {"lab": "jupyterlab", "notebook": "notebook"}[self._app]
+        command = [sys.executable, "-m", module, "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
         command += [f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0"]
         command += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.notebooks}"]
-        command += ["--LabApp.expose_app_in_browser=True"]
+        command += ["--LabApp.expose_app_in_browser=True", "--JupyterNotebookApp.expose_app_in_browser=True"]
         for name, values in _SETTINGS.items():
             file = self.directory / f"settings/{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +414,7 @@ def _notebook(cells: Sequence[str]) -> dict[str, Any]:
             }
             for i, source in enumerate(cells)
         ],
-        "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+        "metadata": {"kernelspec": {"name": _KERNEL, "display_name": "Tested", "language": "python"}},
         "nbformat": 4,
         "nbformat_minor": 5,
     }
