@@ -70,14 +70,17 @@ class ProcessControl:
         MissingRankError
             If processes did not come within the time-out, or have gone. ``missing`` names them.
         """
-        if not self.use_distributed:
+        size = self.num_processes
+        if size < 2:
             return
-        if self.device.type == "xla":
+        device = self.device
+        name = device.type
+        if name == "xla":
             importlib.import_module("torch_xla.core.xla_model").rendezvous("nbstate.wait_for_everyone")
             return
-        kind = DEVICE_KINDS.get(self.device.type)
+        kind = DEVICE_KINDS.get(name)
         bound = kind is not None and kind.binds_device and self.backend == kind.backend
-        barrier(self.process_index, self.num_processes, self.device.index if bound else None)
+        barrier(self.process_index, size, device.index if bound else None)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

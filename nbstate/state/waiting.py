@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from nbstate.errors import MainProcessFailedError, MissingRankError
 from nbstate.telemetry import probe
+from nbstate.telemetry.collectives import unseen
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -72,11 +73,12 @@ def barrier(rank: int, size: int, device_index: int | None) -> None:
     number = _barriers
     written = probe.enter_barrier()
     completed = False
+    wait = unseen(dist.barrier)
     try:
         if device_index is None:
-            dist.barrier()
+            wait()
         else:
-            dist.barrier(device_ids=[device_index])
+            wait(device_ids=[device_index])
         completed = True
     except RuntimeError as error:
         missing = _absent(f"nbstate/barrier/{number}", rank, size, _grace(error))

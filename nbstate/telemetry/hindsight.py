@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from nbstate.telemetry.board import Phase, RankSnapshot
-from nbstate.telemetry.diagnosis import Verdict, find_late, find_mismatch, find_missing
+from nbstate.telemetry.diagnosis import (
+    find_group_mismatch,
+    find_late,
+    find_late_for_a_part,
+    find_mismatch,
+    find_missing,
+)
 from nbstate.telemetry.operations import World
+from nbstate.telemetry.stuck import find_circle, find_deserted
+from nbstate.telemetry.verdict import Verdict
 
 __all__ = ["explain"]
+
+_FINDINGS: Final = (
+    find_missing,
+    find_mismatch,
+    find_group_mismatch,
+    find_circle,
+    find_deserted,
+    find_late,
+    find_late_for_a_part,
+)
 
 
 def explain(snapshots: Sequence[RankSnapshot], now: int, cells: Mapping[str, str] | None = None) -> Verdict | None:
@@ -26,10 +45,10 @@ def explain(snapshots: Sequence[RankSnapshot], now: int, cells: Mapping[str, str
     Returns
     -------
     Verdict or None
-        Of kind ``"missing"``, ``"mismatch"`` or ``"late"``; None if the board does not explain it.
+        Of kind ``"missing"``, ``"mismatch"``, ``"uneven"`` or ``"late"``; None if the board does not explain it.
     """
     world = World(tuple(map(_where_it_failed, snapshots)), now, cells or {}, mismatch_after=0)
-    for finding in (find_missing, find_mismatch, find_late):
+    for finding in _FINDINGS:
         verdict = finding(world)
         if verdict is not None:
             return verdict

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from nbstate.telemetry.board import Flag, Phase, Slot
+from nbstate.telemetry.handles import Handles
 from nbstate.telemetry.source import caller
 
 __all__ = [
@@ -26,12 +27,16 @@ __all__ = [
     "enter",
     "enter_barrier",
     "enter_loader",
+    "enter_wait",
     "epoch",
+    "follow",
+    "forget",
     "gradient",
     "leave",
     "memory_source",
     "optimizer_step",
     "phase",
+    "slot",
     "step",
 ]
 
@@ -61,7 +66,9 @@ class _Pen:
         "barrier",
         "collective",
         "counted_by",
+        "dropped",
         "flags",
+        "handles",
         "history",
         "memory",
         "memory_due",
@@ -78,13 +85,15 @@ class _Pen:
         self.slot = slot
         self.thread = _thread()
         self.phase = _STARTING
-        self.open: list[tuple[int, int]] = []  # what was there before, what was entered
+        self.open: list[int] = []  # the phases to return to
         self.step = 0
         self.counted_by = ""
         self.history = 0
         self.flags = 0
         self.barrier = 0
         self.collective = 0
+        self.handles = Handles()
+        self.dropped = self.handles.dropped
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self.memory: Callable[[], tuple[int, int]] | None = None
@@ -116,6 +125,11 @@ def attached() -> bool:
     return _pen is not None
 
 
+def slot() -> Slot | None:
+    """Where this process writes; None outside a launch."""
+    return None if _pen is None else _pen.slot
+
+
 def phase(new: Phase) -> None:
     """Say what the rank is doing from now on; ends everything that was open."""
     pen = _pen
@@ -143,12 +157,20 @@ def enter_loader() -> None:
     pen = _pen
     if pen is None or pen.thread != _thread():
         return
-    pen.open.append((pen.phase, _LOADER))
+    pen.open.append(pen.phase)
     pen.phase = _LOADER
     pen.slot.write_phase(_LOADER, _now())
 
 
-def enter(name: str, nbytes: int = 0, partial: bool = False, shape: str = "") -> bool:
+def enter(
+    name: str,
+    nbytes: int = 0,
+    partial: bool = False,
+    shape: str = "",
+    members: str = "",
+    sequence: int = 0,
+    peer: int = -1,
+) -> bool:
     """The rank enters a collective.
 
     Parameters
@@ -161,8 +183,14 @@ def enter(name: str, nbytes: int = 0, partial: bool = False, shape: str = "") ->
         Whether only a part of the world takes part (a smaller group, a send, a receive). Such an operation gets no
         number: numbers count what all ranks do in the same order, so that they can be compared.
     shape : str
-        Shape and dtype of this rank's own part, as ``"4x8 float32"``. Give the same object for the same shape: it is
-        stored again only if it is another one.
+        Shape and dtype of this rank's own part, as ``"4x8 float32"``. This and ``members`` are stored again only if
+        they are other objects than before: give the same object for the same text.
+    members : str
+        Of a partial one, who takes part, as ``"0,2"``; empty for the whole world.
+    sequence : int
+        Of a partial one, its number within its group.
+    peer : int
+        The global rank of the other side of a send or receive.
 
     Returns
     -------
@@ -177,12 +205,71 @@ def enter(name: str, nbytes: int = 0, partial: bool = False, shape: str = "") ->
     if before in _TOGETHER:
         return False
     filename, line = caller(2)
+    if pen.dropped:
+        _tell_pending(pen)
+    number, place = pen.collective, 0
     if not partial:
-        pen.collective += 1
-    pen.slot.open_collective(pen.collective, _now(), filename, line, name, nbytes, partial, shape)
-    pen.open.append((before, _COLLECTIVE))
+        pen.collective = sequence = number = number + 1
+        place = number + pen.barrier
+    pen.slot.open_collective(
+        number, _now(), filename, line, name, nbytes, partial, shape, members, place, sequence, peer
+    )
+    pen.open.append(before)
     pen.phase = _COLLECTIVE
     return True
+
+
+def enter_wait(work: Any) -> bool:
+    """The rank enters the wait for a handle: again the operation that gave it, at the line of the wait.
+
+    Returns as ``enter`` does. A handle that is not followed (torch's own code issued it) is a wait for an operation
+    that has no other name; if that is over already, there is nothing to wait for and nothing is written.
+    """
+    pen = _pen
+    if pen is None or pen.thread != _thread():
+        return False
+    before = pen.phase
+    if before in _TOGETHER:
+        return False
+    issued = pen.handles.get(work)
+    if issued is None:
+        return not work.is_completed() and enter("wait", partial=True)
+    filename, line = caller(2)
+    pen.slot.reopen_collective(pen.collective, _now(), filename, line, issued)
+    pen.open.append(before)
+    pen.phase = _COLLECTIVE
+    return True
+
+
+def follow(work: Any, barrier: bool = False, part: tuple[str, int, str, str, int, int] | None = None) -> None:
+    """Remember that the collective just left gave a handle, until ``forget``.
+
+    Parameters
+    ----------
+    work
+        The handle; held weakly.
+    barrier : bool
+        Whether it was a barrier of the whole world that was left.
+    part : tuple, optional
+        Of a batch, which of its parts the handle is for: the arguments of ``Issued.part``.
+    """
+    pen = _pen
+    if pen is not None and pen.thread == _thread():
+        issued = pen.slot.issued_barrier() if barrier else pen.slot.issued()
+        pen.handles.add(work, issued.part(*part) if part else issued)
+        pen.slot.write_pending(len(pen.handles), pen.handles.oldest())
+
+
+def forget(work: Any) -> None:
+    """A handle was waited for, or is otherwise known to be done or someone else's to follow."""
+    pen = _pen
+    if pen is not None and pen.thread == _thread() and pen.handles.remove(work):
+        _tell_pending(pen)
+
+
+def _tell_pending(pen: _Pen) -> None:
+    pen.handles.forget_dropped()
+    pen.slot.write_pending(len(pen.handles), pen.handles.oldest())
 
 
 def enter_barrier() -> bool:
@@ -194,9 +281,11 @@ def enter_barrier() -> bool:
     if before in _TOGETHER:
         return False
     filename, line = caller(2)
+    if pen.dropped:
+        _tell_pending(pen)
     pen.barrier += 1
     pen.slot.open_barrier(pen.barrier, _now(), filename, line)
-    pen.open.append((before, _BARRIER))
+    pen.open.append(before)
     pen.phase = _BARRIER
     return True
 
@@ -216,8 +305,8 @@ def leave(completed: bool = True) -> None:
     # What a thread that was not heard entering would close is not its own.
     if pen is None or not pen.open or pen.thread != _thread():
         return
-    before, ended = pen.open.pop()
-    pen.phase = before
+    ended = pen.phase
+    pen.phase = before = pen.open.pop()
     now = _now()
     if completed and ended == _COLLECTIVE:
         pen.slot.close_collective(before, now)

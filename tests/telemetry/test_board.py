@@ -9,7 +9,7 @@ import multiprocess
 import pytest
 
 from nbstate.telemetry.board import HISTORY, Barrier, Board, Flag, Phase, missing_from_barrier
-from nbstate.telemetry.layout import SIGNED, TEXTS, WORDS
+from nbstate.telemetry.layout import FILES, SIGNED, TEXTS, WORDS
 
 FORK = multiprocess.get_context("fork")
 
@@ -33,16 +33,18 @@ def test_a_new_board_says_that_nobody_is_there(board):
 @pytest.mark.parametrize("name", WORDS)
 def test_every_word_is_read_as_it_was_written(board, name):
     value = Phase.LOADER if name == "phase" else -3 if name in SIGNED else (1 << 64) - 1
+    board.slot(1).write(pending_count=1)  # without one, the others of its kind are not read
     board.slot(1).write(**{name: value})
     first, second = board.snapshot()
     assert getattr(second, name) == value
-    assert getattr(first, name) == 0
+    assert getattr(first, name) == (-1 if name == "collective_peer" else 0)
     assert board.slot(1).read(name) == value
 
 
 @pytest.mark.parametrize(("name", "room"), TEXTS.items())
 def test_a_text_keeps_its_end(board, name, room):
     slot = board.slot(0)
+    slot.write(pending_count=1)
     slot.write_text(**{name: "x" * room})
     assert getattr(slot.snapshot(), name) == "x" * room
     slot.write_text(**{name: "a/b/" + "y" * (room - 1) + "z"})
@@ -91,8 +93,39 @@ def test_the_last_barriers_are_kept_in_order(board):
     slot.open_barrier(HISTORY + 6, 9_000, "train.py", 5)
     kept = slot.snapshot().barriers
     assert [barrier.number for barrier in kept] == list(range(7, HISTORY + 7))
-    assert kept[0] == Barrier(7, 700, 707, 7)
-    assert kept[-1] == Barrier(HISTORY + 6, 9_000, 0, 5)
+    assert kept[0] == Barrier(7, 700, 707, 7, "train.py")
+    assert kept[-1] == Barrier(HISTORY + 6, 9_000, 0, 5, "train.py")
+
+
+def test_barriers_remember_their_files_and_never_anothers(board):
+    slot = board.slot(0)
+    names = [f"/tmp/{'x' * 250}/part{number % (FILES + 3)}.py" for number in range(HISTORY)]
+    for number, name in enumerate(names, start=1):
+        slot.open_barrier(number, number, name, number)
+    told = {barrier.number: barrier.file for barrier in slot.snapshot().barriers}
+    assert [told[number] for number in range(HISTORY - FILES + 1, HISTORY + 1)] == [n[-200:] for n in names[-FILES:]]
+    assert all(told[number] in ("", name[-200:]) for number, name in enumerate(names, start=1))
+    # The next attempt's rank has a slot of its own over the same memory.
+    again = Board.attach(os.dup(board.fd), 2)
+    again.slot(0).open_barrier(HISTORY + 1, 50, "again.py", 3)
+    kept = slot.snapshot().barriers
+    again.close()
+    assert kept[-1] == Barrier(HISTORY + 1, 50, 0, 3, "again.py")
+    assert all(barrier.file in ("", told[barrier.number]) for barrier in kept[:-1])
+
+
+def test_what_the_flight_recorder_tells_is_written_beside_the_rank(board):
+    slot = board.slot(0)
+    slot.write(step=4)
+    before = slot.snapshot()
+    slot.write_native(7, 123, "all_reduce", "4 float32", "0,2")
+    seen = slot.snapshot()
+    assert (seen.native_sequence, seen.native_since, seen.native_name) == (7, 123, "all_reduce")
+    assert (seen.native_shape, seen.native_group) == ("4 float32", "0,2")
+    assert seen.step == 4
+    assert slot.version == 2 * 2
+    slot.write_native(0, 0)
+    assert slot.snapshot() == before
 
 
 def test_texts_of_collectives_follow_each_change(board):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from nbstate.telemetry import collectives, probe
+from nbstate.telemetry import calls, collectives, probe
 from nbstate.telemetry.board import Flag, Phase
 
 HERE = __file__[-200:]
@@ -64,7 +64,12 @@ def test_every_operation_is_written_with_name_bytes_and_line(world):
             note(line(), "send", 16, dist.send(x, 1))
         else:
             note(line(), "recv", 16, dist.recv(x, 0))
-        note(line(), "batch_isend_irecv", 16, [w.wait() for w in dist.batch_isend_irecv([dist.P2POp(peer, x, other)])])
+        works = []
+        note(line(), "batch_isend_irecv", 16, works.extend(dist.batch_isend_irecv([dist.P2POp(peer, x, other)])))
+        note(line(), peer.__name__, 16, works[0].wait())
+        works = [peer(x, other)]
+        note(line() - 1, peer.__name__, 16)
+        note(line(), peer.__name__, 16, works[0].wait())
         handle = dist.all_reduce(x, async_op=True)
         seen = board.snapshot()[rank]
         handle.wait()
@@ -72,7 +77,7 @@ def test_every_operation_is_written_with_name_bytes_and_line(world):
 
     for rank, (wrong, count, numbered, last) in enumerate(world.run(operations)):
         assert wrong == []
-        assert count == 17
+        assert count == 20
         assert numbered == 16  # init_process_group and the fifteen that concern the whole world
         assert last[:2] == (False, 17)
         if rank == 0:
@@ -95,7 +100,7 @@ def test_barriers_of_the_world_are_numbered(world):
         assert snapshot.barriers[1].line == whole
         assert all(barrier.left >= barrier.entered for barrier in snapshot.barriers)
         assert (snapshot.collective_name, snapshot.collective_partial) == ("barrier", 1)
-        assert (snapshot.collective, snapshot.collective_line) == (1, partial)
+        assert (snapshot.collective, snapshot.collective_line) == (2, partial)  # init_process_group and new_group
 
 
 def test_collectives_of_a_smaller_group_are_not_numbered(world):
@@ -111,7 +116,7 @@ def test_collectives_of_a_smaller_group_are_not_numbered(world):
         seen.append(board.snapshot()[rank])
         return [(s.collective_name, s.collective, s.collective_partial) for s in seen]
 
-    assert world.run(in_groups) == [[("all_reduce", 1, 1), ("all_gather", 1, 1), ("all_reduce", 2, 0)]] * 2
+    assert world.run(in_groups) == [[("all_reduce", 3, 1), ("all_gather", 3, 1), ("all_reduce", 4, 0)]] * 2
 
 
 def test_what_a_rank_puts_in_is_written_as_a_shape(world):
@@ -227,7 +232,7 @@ def test_a_name_imported_after_install_is_instrumented(world):
 
 
 def _places() -> dict[str, object]:
-    names = (*collectives._BARRIERS, *collectives._CALLS)
+    names = calls.NAMES
     places = {f"{m.__name__}.{n}": getattr(m, n, None) for m in (dist, distributed_c10d) for n in names}
     places["ddp"] = torch.nn.parallel.DistributedDataParallel.forward
     places["hooks"] = tuple(_global_optimizer_post_hooks)
@@ -289,7 +294,7 @@ def test_without_a_probe_the_functions_work_as_before(world):
 COMPILE = """
 import sys, tempfile, warnings
 import torch, torch.distributed as dist
-from nbstate.telemetry import collectives, probe
+from nbstate.telemetry import calls, collectives, probe
 from nbstate.telemetry.board import Board, Phase
 
 def prepare():

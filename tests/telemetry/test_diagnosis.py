@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import sysconfig
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbstate.telemetry.board import Board, Phase, RankSnapshot
-from nbstate.telemetry.diagnosis import FINDINGS, Verdict, World, diagnose, name_ranks
+from nbstate.telemetry.diagnosis import ALARMS, FINDINGS, Verdict, World, diagnose, name_ranks
+from nbstate.telemetry.observed import Observed, StackFrame
 
 CELL = "/tmp/ipykernel_1/99.py"
 CELLS = {CELL: "In[5]"}
 SECOND = 1_000_000_000
+LIBRARY = sysconfig.get_paths()["stdlib"]
 START = 1_000 * SECOND
 
 
@@ -260,6 +263,249 @@ def test_ranks_are_named_shortly(ranks, said):
 def test_findings_can_be_asked_alone(board):
     world = World(tuple(board.snapshot()), START, {})
     assert [finding(world) for finding in FINDINGS if finding(world) is not None] == [at(board)]
+
+
+# What was seen of the processes
+
+USERS = StackFrame(CELL, 9, "train")
+
+
+def seen(board: Board, seconds: float, **observed: Observed) -> Verdict:
+    now = START + round(seconds * SECOND)
+    return diagnose(board.snapshot(), now, CELLS, {int(rank[1:]): each for rank, each in observed.items()})
+
+
+def test_a_late_rank_that_sleeps_is_blocked_and_its_line_is_named(board):
+    wait_in_barrier(board, 0, 1, 3)
+    verdict = seen(board, 3, r2=Observed(2, "sleeping", stack=(USERS,)))
+    assert verdict == Verdict(
+        "blocked", "rank 2 is 3.0 s late for barrier #7 (In[5], line 14); it is blocked at In[5], line 9", (2,)
+    )
+    assert verdict.lines == ("In[5], line 14", "In[5], line 9")
+    assert verdict.alarming
+    verdict = seen(board, 3, r2=Observed(2, "running", stack=(USERS,)))
+    assert verdict == Verdict(
+        "late", "rank 2 is 3.0 s late for barrier #7 (In[5], line 14); it is computing at In[5], line 9", (2,)
+    )
+    assert not verdict.alarming
+    assert seen(board, 3, r2=Observed(2, "sleeping")).sentence.endswith("; it is asleep")
+
+
+@pytest.mark.parametrize(
+    ("above", "what"),
+    [
+        ([("/lib/python3.11/threading.py", "wait"), ("/lib/python3.11/queue.py", "get")], "a queue"),
+        ([("/lib/python3.11/threading.py", "wait")], "a lock"),
+        ([("/lib/python3.11/threading.py", "_wait_for_tstate_lock")], "a thread"),
+        ([("/lib/python3.11/selectors.py", "select"), ("/lib/python3.11/subprocess.py", "run")], "another process"),
+        (
+            [
+                ("/lib/python3.11/queue.py", "get"),
+                ("/lib/python3.11/site-packages/torch/utils/data/dataloader.py", "__next__"),
+            ],
+            "the data loader",
+        ),
+    ],
+)
+def test_what_a_rank_waits_for_is_told_from_its_innermost_frames(board, above, what):
+    wait_in_barrier(board, 0, 1, 3)
+    library = tuple(StackFrame(file.replace("/lib/python3.11", LIBRARY), 7, name) for file, name in above)
+    verdict = seen(board, 3, r2=Observed(2, "sleeping", stack=(*library, USERS)))
+    assert verdict.sentence.endswith(f"; it is blocked, waiting for {what}, at In[5], line 9")
+
+
+def test_a_rank_stopped_by_a_signal_is_halted_and_tells_nothing_of_its_operation(board):
+    wait_in_barrier(board, 0, 1, 3)
+    verdict = seen(board, 3, r2=Observed(2, "stopped"))
+    assert verdict == Verdict(
+        "halted",
+        "rank 2 is stopped by a signal, such as SIGSTOP; SIGCONT continues; "
+        "ranks 0, 1 and 3 wait in barrier #7 (In[5], line 14)",
+        (2,),
+    )
+    board.slot(2).write_phase(Phase.FINISHED, START)
+    assert seen(board, 3, r2=Observed(2, "stopped")).kind == "missing"
+
+
+def test_a_rank_whose_process_has_gone_has_died(board):
+    wait_in_barrier(board, 0, 1, 3)
+    verdict = seen(board, 3, r2=Observed(2, "gone"))
+    assert (verdict.kind, verdict.ranks) == ("missing", (2,))
+    assert verdict.sentence.endswith("but rank 2 has died without it")
+
+
+def test_a_rank_that_could_run_and_gets_no_processor_is_starved(board):
+    wait_in_barrier(board, 0, 1, 3)
+    board.slot(2).write(heartbeat=START - SECOND)
+    starved = Observed(2, "running", stack=(USERS,), cpu_used=0.01, cpu_window=5.0)
+    assert seen(board, 3, r2=starved) == Verdict(
+        "starved", "rank 2 could run but gets no processor; last heard of 4.0 s ago", (2,)
+    )
+    assert seen(board, 3, r2=replace(starved, cpu_used=1.0)).kind == "late"
+    assert seen(board, 3, r2=replace(starved, cpu_window=0.0)).kind == "late"
+    assert seen(board, 3, r0=replace(starved, rank=0)).kind == "late"
+
+
+def test_a_rank_that_does_not_reach_the_store_is_lost(board):
+    for rank in (0, 1, 3):
+        wait_in(board, rank, "init_process_group", 1, 3)
+    connecting = StackFrame("/x/site-packages/torch/distributed/rendezvous.py", 189, "_create_c10d_store")
+    verdict = seen(board, 3, r2=Observed(2, "sleeping", stack=(connecting, USERS)))
+    assert (verdict.kind, verdict.ranks) == ("lost", (2,))
+    assert verdict.sentence.endswith("; ranks 0, 1 and 3 wait in init_process_group (In[5], line 3)")
+    assert seen(board, 0.5, r2=Observed(2, "sleeping", stack=(connecting, USERS))).kind != "lost"
+
+
+# Groups and pairs
+
+
+def wait_in_part(board: Board, rank: int, name: str, group: str, sequence: int = 1, line: int = 4, **more) -> None:
+    board.slot(rank).open_collective(0, START, CELL, line, name, 8, True, members=group, sequence=sequence, **more)
+
+
+def test_a_group_entered_with_different_collectives_or_sizes(board):
+    wait_in_part(board, 0, "all_reduce", "0,2")
+    wait_in_part(board, 2, "all_gather", "0,2", line=8)
+    assert at(board, 2) == Verdict(
+        "mismatch",
+        "different collectives meet: rank 0 in all_reduce of ranks 0 and 2 (In[5], line 4), "
+        "rank 2 in all_gather of ranks 0 and 2 (In[5], line 8)",
+        (0, 2),
+    )
+    wait_in_part(board, 0, "all_reduce", "0,2", shape="2 float32")
+    wait_in_part(board, 2, "all_reduce", "0,2", shape="2 int32")
+    assert at(board, 2).sentence.startswith("different dtypes meet: rank 0 in all_reduce of ranks 0 and 2")
+
+
+def test_of_a_group_that_is_not_complete_or_not_fully_known_nothing_is_said(board):
+    wait_in_part(board, 0, "all_reduce", "0,2")
+    wait_in_part(board, 2, "all_reduce", "0,2", sequence=2)
+    assert at(board, 2).kind == "well"
+    wait_in_part(board, 2, "all_gather", "0,1,...")
+    wait_in_part(board, 0, "all_reduce", "0,1,...")
+    assert at(board, 2).kind == "well"
+    wait_in_part(board, 0, "all_reduce", "0,2")
+    wait_in_part(board, 2, "all_reduce", "1,2")
+    board.slot(2).write(pending_count=1)  # it may have issued the other
+    assert at(board, 2).kind != "order"
+
+
+def test_who_has_handles_open_may_have_sent_already(board):
+    for rank in (0, 1):
+        wait_in_part(board, rank, "recv", "", peer=1 - rank)
+    assert at(board, 2).kind == "deadlock"
+    board.slot(1).write(pending_count=1)
+    assert at(board, 2).kind == "well"
+
+
+def test_a_member_that_is_in_its_own_code_is_late_for_its_group(board):
+    wait_in_part(board, 0, "all_reduce", "0,2")
+    assert at(board, 2) == Verdict(
+        "late", "rank 2 is 2.0 s late for all_reduce of ranks 0 and 2 (In[5], line 4); it is running", (2,)
+    )
+    board.slot(2).write_phase(Phase.FINISHED, START)
+    assert at(board, 2) == Verdict(
+        "missing",
+        "rank 0 waits in all_reduce of ranks 0 and 2 (In[5], line 4), but rank 2 has finished without it",
+        (2,),
+    )
+
+
+def test_an_operation_that_some_may_leave_early_proves_nothing(board):
+    wait_in_part(board, 0, "broadcast", "0,2")
+    board.slot(2).write_phase(Phase.FINISHED, START)
+    assert at(board, 2).kind == "well"
+
+
+# What torch issues by itself
+
+
+def in_backward(board: Board, rank: int, sequence: int = 5, step: int = 3, name: str = "all_reduce"):
+    return replace(
+        board.slot(rank).snapshot(),
+        step=step,
+        native_name=name,
+        native_sequence=sequence,
+        native_since=START + SECOND,
+    )
+
+
+def test_a_rank_in_ddps_own_all_reduce_waits_for_the_others(board):
+    ranks = [in_backward(board, 0), in_backward(board, 1), *board.snapshot()[2:]]
+    said = "ranks 2 and 3 are 4.0 s late for torch's own all_reduce; they are running"
+    assert diagnose(ranks, START + 5 * SECOND, CELLS) == Verdict("late", said, (2, 3))
+    assert diagnose([in_backward(board, rank) for rank in range(4)], START + 5 * SECOND, CELLS).kind == "well"
+    wrote_since = replace(ranks[0], heartbeat=START + 4 * SECOND)
+    assert diagnose([wrote_since, *board.snapshot()[1:]], START + 5 * SECOND, CELLS).kind == "well"
+
+
+def test_uneven_batches_in_plain_ddp(board):
+    finished = replace(board.slot(3).snapshot(), phase=Phase.FINISHED, phase_since=START, step=2)
+    ranks = [in_backward(board, rank) for rank in range(3)]
+    said = (
+        "ranks 0 to 2 wait in torch's own all_reduce, but rank 3 has finished without it: "
+        "uneven loops, 2 steps against 3"
+    )
+    assert diagnose([*ranks, finished], START + 5 * SECOND, CELLS) == Verdict("uneven", said, (3,))
+    same = replace(finished, step=3)
+    assert diagnose([*ranks, same], START + 5 * SECOND, CELLS).kind == "missing"
+
+
+def test_ddps_own_all_reduce_meets_a_barrier(board):
+    wait_in_barrier(board, 3, number=1)
+    waits = in_backward(board, 3, step=2, name="barrier")
+    ranks = [in_backward(board, rank) for rank in range(3)]
+    verdict = diagnose([*ranks, waits], START + 5 * SECOND, CELLS)
+    assert (verdict.kind, verdict.ranks) == ("uneven", (3,))
+    assert verdict.sentence.endswith("rank 3 in barrier #1 (In[5], line 14) after 2 steps")
+    other = in_backward(board, 3, sequence=4, name="barrier")
+    assert diagnose([*ranks, other], START + 5 * SECOND, CELLS).kind != "mismatch"
+
+
+# Evidence
+
+
+def play_barriers(board: Board, count: int, last: int, line: int = 14, odd: int = 14) -> None:
+    for number in range(1, count + 1):
+        for rank in range(4):
+            now = START + number * SECOND + (rank == last) * SECOND // 2
+            board.slot(rank).open_barrier(number, now, CELL, odd if rank == last and number == count else line)
+        for rank in range(4):
+            board.slot(rank).close_barrier(number, Phase.RUNNING, START + number * SECOND + SECOND // 2)
+
+
+def test_a_straggler_was_often_last(board):
+    play_barriers(board, 5, last=2)
+    wait_in_barrier(board, 0, 1, 3, number=6, after=10)
+    assert at(board, 13).evidence == ("rank 2 was the last at 5 of the last 5 barriers, 0.50 s after the one before",)
+
+
+def test_barriers_entered_from_different_lines_are_evidence(board):
+    play_barriers(board, 2, last=2, odd=99)
+    for rank in (0, 1, 3):
+        board.slot(rank).write_phase(Phase.FINISHED, START + 4 * SECOND)
+    wait_in_barrier(board, 2, number=3, after=4)
+    assert at(board, 9).evidence == (
+        "barrier #2 was entered from different lines: ranks 0, 1 and 3 from In[5], line 14, rank 2 from In[5], line 99",
+    )
+
+
+def test_uneven_loops_are_told_from_a_branch_by_their_steps(board):
+    run_to(board, r0=5, r1=5, r2=5, r3=4)
+    wait_in_barrier(board, 0, 1, 2, number=6)
+    board.slot(3).write_phase(Phase.FINISHED, START)
+    assert at(board) == Verdict(
+        "uneven",
+        "ranks 0 to 2 wait in barrier #6 (In[5], line 14), but rank 3 has finished without it: "
+        "uneven loops, 4 steps against 5",
+        (3,),
+    )
+
+
+def test_what_is_alarming():
+    assert {"late", "well", "unknown", "starting", "finished", "failed", "stopped"}.isdisjoint(ALARMS)
+    assert Verdict("deadlock", "").alarming
+    assert not Verdict("late", "").alarming
 
 
 @dataclass

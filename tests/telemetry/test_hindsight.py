@@ -96,3 +96,18 @@ def test_the_waiters_and_those_who_left_are_told_first(board):
     board.slot(2).write(step=4)
     said = "rank 0 waits in barrier #1 (In[5], line 3), but rank 1 has finished without it; rank 2 is in step 4"
     assert why(board) == (said, (1,))
+
+
+def test_who_waits_for_a_part_that_has_gone_is_explained(board):
+    board.slot(0).open_collective(0, START, CELL, 3, "recv", 8, True, peer=1, sequence=1)
+    board.slot(0).write_phase(Phase.FAILED, START)
+    board.slot(1).write_phase(Phase.FINISHED, START)
+    assert why(board) == ("rank 0 waits in recv from rank 1 (In[5], line 3), but rank 1 has finished without it", (1,))
+
+
+def test_who_waits_for_each_other_is_explained(board):
+    for rank in (0, 1):
+        board.slot(rank).open_collective(0, START, CELL, 3, "recv", 8, True, peer=1 - rank, sequence=1)
+        board.slot(rank).write_phase(Phase.FAILED, START)
+    assert why(board)[1] == (0, 1)
+    assert "wait for each other" in why(board)[0]
