@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbstate.dashboard.model import Frame, LaunchFacts, LaunchView, build_frame
+from nbstate.dashboard.model import Frame, LaunchFacts, LaunchView, Utilisation, build_frame
 from nbstate.dashboard.picture import frame_to_html
 from nbstate.dashboard.snapshot import frame_to_text
 from nbstate.dashboard.terminal import TerminalDashboard, terminal_available
@@ -15,6 +15,7 @@ __all__ = [
     "LaunchView",
     "LiveDashboard",
     "TerminalDashboard",
+    "Utilisation",
     "build_frame",
     "dashboard_available",
     "frame_to_html",

@@ -144,9 +144,12 @@ def _entry(snapshot: RankSnapshot, number: int) -> Barrier | None:
 
 
 def _where(snapshot: RankSnapshot, entry: Barrier, cells: Mapping[str, str]) -> str:
-    """The line of a barrier. The board keeps the file of the newest one only: an older line is not pinned to it."""
-    if entry.number == snapshot.barrier or entry.line == snapshot.barrier_line:
-        return show_line(snapshot.barrier_file, entry.line, cells)
+    """The line of a barrier. A slot forgets the files of old barriers: such a line stands alone."""
+    file = entry.file
+    if not file and (entry.number == snapshot.barrier or entry.line == snapshot.barrier_line):
+        file = snapshot.barrier_file
+    if file:
+        return show_line(file, entry.line, cells)
     return f"line {entry.line}" if entry.line else ""
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
-__all__ = ["clean_line", "pick_lines", "without_colours"]
+__all__ = ["clean_line", "pick_lines", "pick_tails", "without_colours"]
 
 MERGED: Final = 80  # the last lines of all ranks together
 OF_A_RANK: Final = 8  # and at least these of each rank, so that a noisy one does not silence the others
+APART: Final = 256  # where there are few ranks: these together, divided among them
 WIDTH: Final = 400  # characters that show; a longer line is cut
 
 # The escape sequences of ECMA-48: CSI, OSC and those of two bytes. SGR, a CSI that ends in m, sets colours and weight.
@@ -20,6 +22,7 @@ _CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f]")
 _RAW: Final = 16 * WIDTH
 
 
+@lru_cache(maxsize=2048)  # most lines come again in the next frames
 def clean_line(text: str) -> str:
     r"""One line as a terminal would leave it: colours stay, cursor moves go, a progress bar is its last state.
 
@@ -40,28 +43,40 @@ def without_colours(text: str) -> str:
     return _SGR.sub("", text)
 
 
-def pick_lines(lines: Sequence[tuple[int, str]], per_rank: bool) -> list[tuple[int, str]]:
-    """The lines a frame carries, oldest first.
+def pick_lines(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """The last lines of all ranks together, oldest first, cleaned.
 
     Parameters
     ----------
     lines : sequence of (int, str)
         Rank and text, oldest first.
-    per_rank : bool
-        Whether the last few of each rank come along even if the others have printed much since.
     """
-    recent = len(lines) - MERGED
-    seen: Counter[int] = Counter()
-    picked = []
-    for at in range(len(lines) - 1, -1, -1):
-        rank, text = lines[at]
-        seen[rank] += 1
-        if at >= recent or (per_rank and seen[rank] <= OF_A_RANK):
-            picked.append((rank, clean_line(text)))
-        elif not per_rank:
-            break
-    picked.reverse()
-    return picked
+    return [(rank, clean_line(text)) for rank, text in lines[-MERGED:]]
+
+
+def pick_tails(lines: Sequence[tuple[int, str]], world_size: int) -> list[list[str]]:
+    """For each rank the lines right before those that ``pick_lines`` takes, so that a noisy one silences no other.
+
+    They are apart from the others because both lists lose lines at their head only: who reads one can keep the place.
+
+    Parameters
+    ----------
+    lines : sequence of (int, str)
+        Rank and text, oldest first.
+    world_size : int
+        Number of ranks.
+    """
+    room = max(OF_A_RANK, APART // world_size)
+    wanted = Counter(dict.fromkeys(range(world_size), room))
+    wanted.subtract(rank for rank, _ in lines[-MERGED:])
+    tails: list[list[str]] = [[] for _ in range(world_size)]
+    for rank, text in reversed(lines[:-MERGED]):
+        if wanted[rank] > 0:
+            wanted[rank] -= 1
+            tails[rank].append(clean_line(text))
+    for tail in tails:
+        tail.reverse()
+    return tails
 
 
 def _cut(text: str) -> str:

@@ -16,15 +16,18 @@ place: the sentence and the barrier beside it then say the same, and a lasting t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypedDict
 
 from nbstate.dashboard.barriers import Meeting, OpenBarrier, Straggler, history, newest_barrier, straggler
-from nbstate.dashboard.lines import pick_lines
-from nbstate.dashboard.ranks import Columns, build_columns
+from nbstate.dashboard.gradients import gradient_facts
+from nbstate.dashboard.kinds import Tone, look_of
+from nbstate.dashboard.lines import pick_lines, pick_tails
+from nbstate.dashboard.ranks import Columns, Utilisation, build_columns
 from nbstate.telemetry.board import Phase, RankSnapshot
-from nbstate.telemetry.diagnosis import diagnose
+from nbstate.telemetry.diagnosis import Verdict, diagnose
 
 __all__ = [
     "AGE",
@@ -32,6 +35,7 @@ __all__ = [
     "LaunchFacts",
     "LaunchView",
     "State",
+    "Utilisation",
     "VerdictLine",
     "build_frame",
     "seconds_after",
@@ -43,7 +47,8 @@ State = Literal["starting", "running", "finished", "failed", "interrupted", "sto
 LIVE: Final = frozenset({"starting", "running"})
 TABLE_ROWS: Final = 32  # worlds larger than this are drawn as a heat map, without strips
 AGE: Final = "{age}"  # what stands in a sentence for a waiting time
-_ACTIONS: Final = ("interrupt", "stop")
+_ACTIONS: Final = ("diagnose", "stacks", "interrupt", "stop")
+_SECONDS: Final = re.compile(r"\b\d+\.\d s\b")
 _ENDINGS: Final = {"finished": "finished", "failed": "failed", "interrupted": "interrupted", "stopped": "stopped"}
 
 
@@ -93,6 +98,10 @@ class LaunchView:
         File name of a cell to what the notebook calls it (``"In[5]"``).
     guilty : tuple of int
         At the end: the ranks that ``message`` is about. Left empty, they are the ranks whose last phase is "failed".
+    verdict : Verdict, optional
+        What whoever has looked closer than the board says; while it stands, shown in the place of what the board says.
+    utilisation : mapping of int to Utilisation
+        How busy each rank is, where that is known.
     """
 
     snapshots: Sequence[RankSnapshot]
@@ -102,23 +111,35 @@ class LaunchView:
     lines: Sequence[tuple[int, str]] = ()
     cells: Mapping[str, str] = field(default_factory=dict)
     guilty: tuple[int, ...] = ()
+    verdict: Verdict | None = None
+    utilisation: Mapping[int, Utilisation] = field(default_factory=dict)
 
 
 class VerdictLine(TypedDict):
-    """The sentence under the header, its kind, and the ranks it blames.
+    """The sentence under the header, its kind and how that looks, and the ranks it blames.
 
+    ``lines``: the places it is about that the sentence does not name. ``evidence``: further facts that speak for it.
     ``since``: seconds after the start of the launch; from then counts the age that takes the place of ``AGE`` in the
     sentence. None if there is no such place.
     """
 
     kind: str
+    symbol: str
+    word: str
+    tone: Tone
     sentence: str
     ranks: list[int]
     since: float | None
+    lines: list[str]
+    evidence: list[str]
 
 
 class Frame(TypedDict):
-    """One picture of a launch. Times are seconds after its start."""
+    """One picture of a launch. Times are seconds after its start.
+
+    ``gradients``: how the ranks accumulate, in words. ``lines``: the last of all ranks together; ``tails``: those of
+    each rank before them, empty beyond a table's size.
+    """
 
     title: str
     cell: str
@@ -131,9 +152,11 @@ class Frame(TypedDict):
     verdict: VerdictLine
     barrier: OpenBarrier | None
     ranks: Columns
+    gradients: list[str]
     history: list[Meeting]
     straggler: Straggler | None
     lines: list[tuple[int, str]]
+    tails: list[list[str]]
 
 
 def seconds_after(started: int, moment: int) -> float:
@@ -177,12 +200,16 @@ def build_frame(facts: LaunchFacts, view: LaunchView) -> Frame:
             facts.started,
             kind=verdict["kind"],
             guilty=verdict["ranks"],
+            cells=view.cells,
+            utilisation=view.utilisation,
             strips=facts.world_size <= TABLE_ROWS,
             ended=not live,
         ),
+        gradients=gradient_facts(snapshots),
         history=meetings,
         straggler=straggler(meetings, facts.world_size),
-        lines=pick_lines(view.lines, per_rank=facts.world_size <= TABLE_ROWS),
+        lines=pick_lines(view.lines),
+        tails=pick_tails(view.lines, facts.world_size) if facts.world_size <= TABLE_ROWS else [],
     )
 
 
@@ -196,12 +223,19 @@ def show_elapsed(seconds: float) -> str:
 def _verdict_while_live(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
     last_word = max((max(s.heartbeat, s.phase_since) for s in view.snapshots), default=0)
     now = max(last_word, view.now)  # a rank may write after the kernel took the time
-    verdict = diagnose(view.snapshots, now, view.cells)
+    verdict = view.verdict or diagnose(view.snapshots, now, view.cells)
     sentence, since = verdict.sentence, None
     if verdict.since:
-        sentence = sentence.replace(f"{(now - verdict.since) / 1e9:.1f} s", AGE, 1)
+        sentence = _with_age(sentence, (now - verdict.since) / 1e9)
         since = seconds_after(facts.started, verdict.since)
-    return VerdictLine(kind=verdict.kind, sentence=sentence, ranks=list(verdict.ranks), since=since)
+    places = [line for line in verdict.lines if line not in sentence]
+    return _line(verdict.kind, sentence, list(verdict.ranks), since, places, list(verdict.evidence))
+
+
+def _with_age(sentence: str, seconds: float) -> str:
+    """The sentence with ``AGE`` in the place of its waiting time; of the first there is, if it was said a while ago."""
+    exact = f"{seconds:.1f} s"
+    return sentence.replace(exact, AGE, 1) if exact in sentence else _SECONDS.sub(AGE, sentence, count=1)
 
 
 def _verdict_at_end(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
@@ -210,4 +244,26 @@ def _verdict_at_end(facts: LaunchFacts, view: LaunchView) -> VerdictLine:
     ranks: list[int] = []
     if view.state == "failed":
         ranks = list(view.guilty) or [s.rank for s in view.snapshots if s.phase is Phase.FAILED]
-    return VerdictLine(kind=view.state, sentence=sentence, ranks=ranks, since=None)
+    return _line(view.state, sentence, ranks)
+
+
+def _line(
+    kind: str,
+    sentence: str,
+    ranks: list[int],
+    since: float | None = None,
+    lines: Sequence[str] = (),
+    evidence: Sequence[str] = (),
+) -> VerdictLine:
+    symbol, word, tone = look_of(kind)
+    return VerdictLine(
+        kind=kind,
+        symbol=symbol,
+        word=word,
+        tone=tone,
+        sentence=sentence,
+        ranks=ranks,
+        since=since,
+        lines=list(lines),
+        evidence=list(evidence),
+    )

@@ -22,17 +22,18 @@ from html import escape
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
+from nbstate.dashboard.kinds import look_of
 from nbstate.dashboard.model import TABLE_ROWS, Frame
 from nbstate.dashboard.ranks import STRIP
 from nbstate.dashboard.snapshot import (
     PLAIN_TEXT,
-    SYMBOLS,
     age,
     barrier_words,
     crowd,
     facts_line,
     moment,
     time_in,
+    use_words,
     verdict_sentence,
 )
 
@@ -53,11 +54,6 @@ _SOFT_RULE: Final = "border-top:1px solid rgba(127,127,127,.18)"
 _TRACK: Final = "rgba(127,127,127,.2)"
 _WARN_TINT: Final = "background:rgba(212,160,23,.17)"
 _BAD_TINT: Final = "background:rgba(229,83,75,.15)"
-
-_WORDS: Final = {"well": "all well", "unknown": "unclear"}  # where a kind is not the word for it
-_OK_KINDS: Final = frozenset({"well", "finished"})
-_WARN_KINDS: Final = frozenset({"late", "missing", "interrupted", "stopped"})
-_BAD_KINDS: Final = frozenset({"failed", "mismatch"})
 
 _PER_ROW: Final = 32  # cells in a row of the heat map
 _ROWS_BELOW_MAP: Final = 8  # ranks that are shown one by one below it
@@ -109,24 +105,35 @@ def _header(frame: Frame, at: float | None) -> str:
 
 def _verdict(frame: Frame, at: float | None) -> str:
     kind, sentence = frame["verdict"]["kind"], verdict_sentence(frame, at)
-    word = _WORDS.get(kind, kind)
+    symbol, word, _ = look_of(kind)
     word = "" if sentence.lower().startswith(word) else f" {escape(word)}"
     ink, tint = _tone(kind)
-    sign = f'<strong style="white-space:nowrap;{ink}">{SYMBOLS.get(kind, "?")}{word}</strong>'
+    sign = f'<strong style="white-space:nowrap;{ink}">{symbol}{word}</strong>'
     words = _span(
         "min-width:0;white-space:pre-line;overflow-wrap:break-word", escape(sentence[:1].upper() + sentence[1:])
     )
     style = f"display:flex;gap:9px;align-items:baseline;padding:7px 14px;{_RULE};{tint}"
-    return f'<div style="{style}">{sign} {words}</div>'
+    return f'<div style="{style}">{sign} {words}</div>{_evidence(frame, tint)}'
+
+
+def _evidence(frame: Frame, tint: str) -> str:
+    facts = [*frame["verdict"]["evidence"], *frame["verdict"]["lines"]]
+    rows = "".join(f"<div>{escape(fact[:1].upper() + fact[1:])}</div>" for fact in facts)
+    return f'<div style="padding:0 14px 7px 40px;{_MUTED};{tint}">{rows}</div>' if rows else ""
 
 
 def _tone(kind: str) -> tuple[str, str]:
     """The colour of a verdict's sign and the tint under it. Neither is its only sign: there are a symbol and a word."""
-    if kind in _OK_KINDS:
+    tone = look_of(kind).tone
+    if tone == "good":
         return _INK["green"], ""
-    if kind in _WARN_KINDS:
+    if tone == "warn":
         return _INK["orange"], _WARN_TINT
-    return (_INK["red"], _BAD_TINT) if kind in _BAD_KINDS else ("", "")
+    return (_INK["red"], _BAD_TINT) if tone == "bad" else ("", "")
+
+
+def _is_bad(mark: str) -> bool:
+    return look_of(mark).tone == "bad"
 
 
 def _barrier(frame: Frame, at: float | None) -> str:
@@ -174,9 +181,15 @@ class _Column(NamedTuple):
 def _ranks(frame: Frame, at: float | None) -> str:
     ranks = range(frame["world_size"])
     if frame["world_size"] <= TABLE_ROWS:
-        return _table(frame, ranks, at)
+        return _table(frame, ranks, at) + _gradient_facts(frame)
     marked = [rank for rank in ranks if frame["ranks"]["mark"][rank]]
-    return _map(frame) + (_table(frame, marked[:_ROWS_BELOW_MAP], at) if marked else "")
+    below = _table(frame, marked[:_ROWS_BELOW_MAP], at) if marked else ""
+    return _map(frame) + below + _gradient_facts(frame)
+
+
+def _gradient_facts(frame: Frame) -> str:
+    facts = " · ".join(frame["gradients"])
+    return f'<div style="padding:5px 14px;{_SOFT_RULE};{_MUTED}">gradients: {escape(facts)}</div>' if facts else ""
 
 
 def _table(frame: Frame, ranks: Sequence[int], at: float | None) -> str:
@@ -192,7 +205,7 @@ def _table(frame: Frame, ranks: Sequence[int], at: float | None) -> str:
     for row, rank in enumerate(ranks):
         mark = frame["ranks"]["mark"][rank]
         _, tint = _tone(mark) if mark else ("", "background:none")
-        edge = f";box-shadow:inset 3px 0 {_RED if mark in _BAD_KINDS else _AMBER}" if mark else ""
+        edge = f";box-shadow:inset 3px 0 {_RED if _is_bad(mark) else _AMBER}" if mark else ""
         looks = [_cell(_COLUMNS[place].right, i, last) for i, place in enumerate(shown)]
         first = f'<th scope="row" style="{looks[0]}{edge}">{cells[0][row]}</th>'
         rest = "".join(
@@ -224,7 +237,7 @@ def _rank(frame: Frame, i: int, _: float | None) -> str:
     mark = frame["ranks"]["mark"][i]
     if not mark:
         return str(i)
-    return f"{_span(_tone(mark)[0], SYMBOLS[mark], mark)} {i}"
+    return f"{_span(_tone(mark)[0], look_of(mark).symbol, mark)} {i}"
 
 
 def _device(frame: Frame, i: int, _: float | None) -> str:
@@ -303,6 +316,17 @@ def _last(frame: Frame, i: int, _: float | None) -> str:
     return escape(name) + (" " + _span(_MUTED, f"#{number}") if number else "")
 
 
+def _what(frame: Frame, i: int, _: float | None) -> str:
+    ranks = frame["ranks"]
+    pending = f"{ranks['pending'][i]} pending: {ranks['pending_what'][i]}" if ranks["pending"][i] else ""
+    said = " · ".join(part for part in (ranks["last_what"][i], pending) if part)
+    return f"<small>{escape(said)}</small>" if said else ""
+
+
+def _use(frame: Frame, i: int, _: float | None) -> str:
+    return use_words(frame, i)
+
+
 def _time(frame: Frame, i: int, at: float | None) -> str:
     return escape(time_in(frame, i, at))
 
@@ -325,7 +349,9 @@ _COLUMNS: Final = (
     _Column(f"{STRIP} steps, tall: sync", _strip),
     _Column("last collective", _last, right=True),
     _Column("time in it", _time, right=True),
+    _Column("shape, group", _what),
     _Column("memory", _memory),
+    _Column("use", _use, right=True),
 )
 
 
@@ -355,7 +381,7 @@ def _map(frame: Frame) -> str:
 
 def _map_cell(phase: str, mark: str) -> str:
     letter, tone, _ = _PHASES[phase]
-    ring = f";font-weight:bold;box-shadow:inset 0 0 0 2px {_RED if mark in _BAD_KINDS else _AMBER}" if mark else ""
+    ring = f";font-weight:bold;box-shadow:inset 0 0 0 2px {_RED if _is_bad(mark) else _AMBER}" if mark else ""
     return f'<span style="background:{tone}44{ring}">{letter}</span>'
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from nbstate.dashboard.kinds import SYMBOLS
 from nbstate.dashboard.lines import without_colours
 from nbstate.dashboard.model import AGE, TABLE_ROWS, Frame, show_elapsed
 
@@ -20,23 +21,11 @@ __all__ = [
     "frame_to_text",
     "moment",
     "time_in",
+    "use_words",
     "verdict_sentence",
 ]
 
 PLAIN_TEXT: Final = "nbstate dashboard"
-
-SYMBOLS: Final = {
-    "starting": "…",
-    "well": "●",
-    "late": "▲",
-    "missing": "▲",
-    "mismatch": "◆",
-    "finished": "✓",
-    "failed": "✕",
-    "interrupted": "■",
-    "stopped": "■",
-    "unknown": "?",
-}
 
 _LINES: Final = 30  # lines of output that come along
 _HEADINGS: Final = ("rank", "device", "phase", "step", "epoch", "gradients", "last steps", "last collective", "memory")
@@ -55,6 +44,7 @@ def frame_to_text(frame: Frame, now: float | None = None) -> str:
     at = moment(frame, now)
     symbol = SYMBOLS.get(frame["verdict"]["kind"], "?")
     rows = [f"{frame['title']}  {facts_line(frame, at)}", f"{symbol} {verdict_sentence(frame, at)}"]
+    rows += [f"  {fact}" for fact in frame["verdict"]["evidence"]]
     if (barrier := frame["barrier"]) is not None:
         count = f"barrier #{barrier['number']}: {barrier['arrived']} of {frame['world_size']}"
         rows.append(" · ".join((count, *barrier_words(frame, at))))
@@ -62,6 +52,8 @@ def frame_to_text(frame: Frame, now: float | None = None) -> str:
         rows += _aligned([_HEADINGS, *(_row(frame, at, i) for i in range(len(frame["ranks"]["rank"])))])
     else:
         rows += [f"{phase}: {count} ranks" for phase, count in crowd(frame)]
+    if frame["gradients"]:
+        rows.append(f"gradients: {' · '.join(frame['gradients'])}")
     rows += [f"[{rank}] {without_colours(text)}" for rank, text in frame["lines"][-_LINES:]]
     return "\n".join(rows)
 
@@ -124,6 +116,15 @@ def time_in(frame: Frame, i: int, at: float | None) -> str:
     if since is not None:
         return "" if at is None else age(max(0.0, at - since))
     return "not left" if took is None else age(took)
+
+
+def use_words(frame: Frame, i: int) -> str:
+    """How busy a rank's device is, or, where that is not known, its process; empty if neither is."""
+    ranks = frame["ranks"]
+    device, cpu = ranks["device_use"][i], ranks["cpu"][i]
+    if device is not None:
+        return f"{device} %"
+    return "" if cpu is None else f"cpu {cpu} %"
 
 
 def crowd(frame: Frame) -> list[tuple[str, int]]:

@@ -4,9 +4,11 @@ The kernel sends ``frame``: utf-8 JSON of a ``Frame`` with ``now`` beside its fi
 after the start of the launch. It is a synced trait and not a custom message, so that a view opened late, and a notebook
 saved with its widgets, have the last one. ``now`` alone is never a reason to send.
 
-The page sends custom messages, ``{"kind": ...}``: ``"interrupt"`` and ``"stop"`` when a button is pressed, ``"hello"``
-when a view opens. The kernel answers a hello with ``{"kind": "clock", "now": seconds}``: a view that opens late would
-otherwise set its clock by a frame that is long out of date, and a page without a kernel would tick for ever.
+The page sends custom messages, ``{"kind": ...}``: ``"interrupt"``, ``"stop"``, ``"stacks"`` and ``"diagnose"`` when a
+button is pressed, ``"hello"`` when a view opens. The kernel answers a hello with ``{"kind": "clock", "now": seconds}``:
+a view that opens late would otherwise set its clock by a frame that is long out of date, and a page without a kernel
+would tick for ever. Stacks and a diagnosis may take a second or two: they are asked for on a thread of their own and
+answered by ``{"kind": "text", "of": ..., "title": ..., "text": ...}``.
 
 While the ranks run a cell displays the live view, with its picture as html for pages that know no widgets. When they
 have ended the picture alone stays (see ``LiveDashboard.finish``). JupyterLab does not save the state of widgets unless
@@ -42,18 +44,31 @@ from nbstate.telemetry.board import Board
 __all__ = ["Controls", "DashboardWidget", "LiveDashboard", "dashboard_available"]
 
 _STATIC: Final = Path(__file__).parent / "static"
+_SCRIPTS: Final = ("page", "status", "ranks", "output", "dashboard")
+SCRIPT: Final = "\n".join((_STATIC / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)
+"""The page's half as one ES module: anywidget takes one, and there is no build step to make it."""
 _EVERY: Final = 0.1  # seconds between two looks at the board
+_QUESTIONS: Final = {"stacks": "Stacks of all ranks", "diagnose": "Diagnosis"}
 _VIEW_MIME: Final = "application/vnd.jupyter.widget-view+json"
 
 
 class Controls(Protocol):
-    """What the buttons do. Called on a thread of the kernel's that is not the cell's: return quickly."""
+    """What the buttons do. Called on threads of the kernel's that are not the cell's.
+
+    ``interrupt`` and ``stop`` return quickly; ``stacks`` and ``diagnose`` may take their time.
+    """
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank."""
 
     def stop(self) -> None:
         """End every rank."""
+
+    def stacks(self) -> str:
+        """Where each rank is, as text for a person."""
+
+    def diagnose(self) -> str:
+        """What is wrong, if anything is, as text for a person."""
 
 
 def dashboard_available() -> bool:
@@ -68,7 +83,7 @@ class DashboardWidget(anywidget.AnyWidget):  # type: ignore[misc]  # mypy is tol
     In Colab anywidget itself asks for the custom widget manager that third-party widgets need there.
     """
 
-    _esm = _STATIC / "dashboard.js"
+    _esm = SCRIPT
     _css = _STATIC / "dashboard.css"
     frame = traitlets.Bytes(b"").tag(sync=True)
 
@@ -135,6 +150,7 @@ class LiveDashboard:
         self._lock = threading.Lock()
         self._looked_at = float("-inf")
         self._finished = False
+        self._asked: set[str] = set()
         self._handle: DisplayHandle | None = None
         blank = Board.create(facts.world_size)
         self._frame = build_frame(facts, LaunchView(blank.snapshot(), now=facts.started, state="starting"))
@@ -209,6 +225,26 @@ class LiveDashboard:
             self._controls.interrupt()
         elif kind == "stop":
             self._controls.stop()
+        elif isinstance(kind, str) and kind in _QUESTIONS:
+            self._ask(kind)
+
+    def _ask(self, kind: str) -> None:
+        """Let a thread find the answer to a question of the page's; one at a time of each kind."""
+        with self._lock:
+            if kind in self._asked:
+                return
+            self._asked.add(kind)
+        threading.Thread(target=self._answer, args=(kind,), name=f"nbstate-{kind}", daemon=True).start()
+
+    def _answer(self, kind: str) -> None:
+        try:
+            text = self._controls.stacks() if kind == "stacks" else self._controls.diagnose()
+        except Exception as error:  # somebody waits for an answer, and this thread has nobody else to tell
+            text = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._asked.discard(kind)
+            if not self._finished:
+                self.widget.send({"kind": "text", "of": kind, "title": _QUESTIONS[kind], "text": text})
 
 
 def refuse_in_child(owner: int) -> None:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbstate.dashboard import build_frame
-from nbstate.dashboard.lines import MERGED, OF_A_RANK, WIDTH, clean_line, pick_lines, without_colours
+from nbstate.dashboard import Utilisation, build_frame
+from nbstate.dashboard.kinds import KINDS
+from nbstate.dashboard.lines import (
+    APART,
+    MERGED,
+    OF_A_RANK,
+    WIDTH,
+    clean_line,
+    pick_lines,
+    pick_tails,
+    without_colours,
+)
 from nbstate.dashboard.model import show_elapsed
 from nbstate.dashboard.ranks import STRIP, show_bytes, strip
-from nbstate.telemetry.board import Flag, Phase
+from nbstate.telemetry.board import Barrier, Flag, Phase
+from nbstate.telemetry.diagnosis import Kind, Verdict
 
 SECOND = 1_000_000_000
 MILLI = 1_000_000
 Make = Callable[[int], Any]
+CELL = "/tmp/ipykernel_7/42.py"
 
 
 def frame_of(stage: Any, **changes: Any) -> Any:
@@ -73,8 +85,8 @@ class TestFrame:
 
     def test_controls_are_offered_only_while_it_runs(self, stage: Make) -> None:
         board = stage(2).running()
-        assert frame_of(board, state="starting")["actions"] == ["interrupt", "stop"]
-        assert frame_of(board)["actions"] == ["interrupt", "stop"]
+        assert frame_of(board, state="starting")["actions"] == ["diagnose", "stacks", "interrupt", "stop"]
+        assert frame_of(board)["actions"] == ["diagnose", "stacks", "interrupt", "stop"]
         assert frame_of(board, state="stopped")["actions"] == []
 
     def test_show_elapsed(self) -> None:
@@ -101,7 +113,7 @@ class TestVerdict:
     )
     def test_end_without_a_message_says_how_long(self, stage: Make, state: str, says: str) -> None:
         verdict = frame_of(stage(2).running(), state=state)["verdict"]
-        assert verdict == {"kind": state, "sentence": says, "ranks": [], "since": None}
+        assert (verdict["kind"], verdict["sentence"], verdict["ranks"], verdict["since"]) == (state, says, [], None)
 
     def test_failed_says_the_message_and_marks_failed_ranks(self, stage: Make) -> None:
         board = stage(3).running()
@@ -109,6 +121,35 @@ class TestVerdict:
         frame = frame_of(board, state="failed", message="rank 1 raised ValueError: boom (In[5], line 3)")
         assert frame["verdict"]["sentence"] == "rank 1 raised ValueError: boom (In[5], line 3)"
         assert frame["ranks"]["mark"] == ["", "failed", ""]
+
+    def test_every_kind_of_verdict_has_its_looks(self) -> None:
+        assert set(get_args(Kind)) < set(KINDS)
+        assert {look.tone for look in KINDS.values()} == {"plain", "good", "warn", "bad"}
+
+    def test_one_that_is_given_stands_in_place_of_the_boards_own(self, stage: Make) -> None:
+        board = stage(3).running()
+        verdict = Verdict(
+            "blocked",
+            "rank 1 has slept for 12.3 s (In[5], line 9)",
+            (1,),
+            since=38 * SECOND,
+            lines=("In[5], line 9", "In[5], line 14"),
+            evidence=("it used no CPU",),
+        )
+        frame = frame_of(board, verdict=verdict)
+        assert frame["verdict"] == {
+            "kind": "blocked",
+            "symbol": "▲",
+            "word": "blocked",
+            "tone": "warn",
+            "sentence": "rank 1 has slept for {age} (In[5], line 9)",
+            "ranks": [1],
+            "since": 28.0,
+            "lines": ["In[5], line 14"],
+            "evidence": ["it used no CPU"],
+        }
+        assert frame["ranks"]["mark"] == ["", "blocked", ""]
+        assert frame_of(board, verdict=verdict, state="stopped")["verdict"]["kind"] == "stopped"
 
     def test_named_guilt_is_believed_over_phases(self, stage: Make) -> None:
         board = stage(3).running()
@@ -200,6 +241,15 @@ class TestHistory:
         assert [meeting["number"] for meeting in history] == [35, 36, 37, 38, 39, 40]
         assert history[-1]["spread"] == 0.04
 
+    def test_an_older_line_has_its_own_file(self, stage: Make) -> None:
+        board = stage(2).running()
+        for rank in range(2):
+            slot = board.board.slot(rank)
+            slot.write_barrier(Barrier(1, 20 * SECOND, 21 * SECOND, 9, "other.py"))
+            slot.write(barrier=1, barrier_entered=20 * SECOND, barrier_left=21 * SECOND, barrier_line=9)
+        board.meet(2, [22 * SECOND, 23 * SECOND], line=14)
+        assert [meeting["where"] for meeting in frame_of(board)["history"]] == ["other.py:9", "In[5], line 14"]
+
     def test_an_older_line_is_not_pinned_to_the_newest_file(self, stage: Make) -> None:
         board = stage(2).running()
         board.meet(1, [20 * SECOND, 21 * SECOND], line=9)
@@ -283,6 +333,59 @@ class TestRanks:
         board = stage(1).running()
         board.rank(0, collective=9, collective_entered=SECOND, collective_left=2 * SECOND, collective_partial=1)
         assert frame_of(board)["ranks"]["last_number"] == [0]
+
+    def test_last_collective_with_shape_group_peer_and_line(self, stage: Make) -> None:
+        board = stage(3).running()
+        for rank in range(3):
+            board.rank(rank, collective=9, collective_entered=40 * SECOND, collective_left=41 * SECOND)
+            board.rank(rank, collective_line=3)
+            board.board.slot(rank).write_text(collective_file=CELL, collective_shape="4x8 float32")
+        board.board.slot(1).write_text(collective_group="0,1,2")
+        board.board.slot(2).write_text(collective_group="1,2")
+        board.rank(2, collective_peer=1)
+        ranks = frame_of(board)["ranks"]
+        assert ranks["last_what"] == ["4x8 float32", "4x8 float32 · of ranks 0 to 2", "4x8 float32 · with rank 1"]
+        assert ranks["last_where"] == ["In[5], line 3"] * 3
+
+    def test_shape_of_an_older_collective_is_not_a_barriers(self, stage: Make) -> None:
+        board = stage(1).running()
+        board.rank(0, collective=9, collective_entered=40 * SECOND, collective_left=41 * SECOND)
+        board.board.slot(0).write_text(collective_shape="4x8 float32")
+        board.wait(2, {0: 42 * SECOND})
+        ranks = frame_of(board)["ranks"]
+        assert (ranks["last_what"], ranks["last_where"]) == ([""], ["In[5], line 14"])
+
+    def test_an_operation_of_torchs_own_is_the_last(self, stage: Make) -> None:
+        board = stage(3).running()
+        for rank in range(3):
+            board.rank(rank, collective=9, collective_entered=40 * SECOND, collective_left=41 * SECOND)
+        snapshots = [
+            replace(s, native_name="all_reduce", native_shape="9 float32", native_since=since * SECOND)
+            for s, since in zip(board.board.snapshot(), (45, 39, 45), strict=True)
+        ]
+        snapshots[2] = replace(snapshots[2], phase=Phase.STOPPED)
+        ranks = frame_of(board, snapshots=snapshots)["ranks"]
+        assert ranks["last_number"] == [0, 9, 0]
+        assert ranks["last_since"] == [35.0, None, None]
+        assert ranks["last_what"] == ["torch's own · 9 float32", "", "torch's own · 9 float32"]
+
+    def test_handles_that_nobody_has_waited_for(self, stage: Make) -> None:
+        board = stage(2).running()
+        board.rank(1, pending_count=2, pending_since=48 * SECOND, pending_line=9)
+        board.board.slot(1).write_text(pending_file=CELL, pending_name="irecv")
+        ranks = frame_of(board)["ranks"]
+        assert ranks["pending"] == [0, 2]
+        assert ranks["pending_what"] == ["", "irecv (In[5], line 9)"]
+        assert ranks["pending_since"] == [None, 38.0]
+
+    def test_utilisation_while_it_runs(self, stage: Make) -> None:
+        board = stage(3).running()
+        board.rank(1, memory_used=1 << 30, memory_total=8 << 30)
+        use = {0: Utilisation(97.6, 3.2, 2 << 30, 80 << 30), 1: Utilisation(device_memory_used=5 << 30)}
+        ranks = frame_of(board, utilisation=use)["ranks"]
+        assert (ranks["cpu"], ranks["device_use"]) == ([98, None, None], [3, None, None])
+        assert ranks["memory"] == ["2.0 / 80 GB", "1.0 / 8.0 GB", ""]  # a rank's own number before its device's
+        assert frame_of(board, utilisation=use, state="finished")["ranks"]["cpu"] == [None] * 3
 
     @pytest.mark.parametrize(
         ("used", "total", "text", "share"),
@@ -378,9 +481,49 @@ class TestLines:
 
     def test_the_last_of_all(self) -> None:
         lines = [(0, str(i)) for i in range(500)]
-        assert pick_lines(lines, per_rank=False) == lines[-MERGED:]
+        assert pick_lines(lines) == lines[-MERGED:]
 
     def test_a_noisy_rank_does_not_silence_the_others(self) -> None:
         quiet, noisy = [(1, f"quiet {i}") for i in range(20)], [(0, f"noise {i}") for i in range(500)]
-        picked = pick_lines([*quiet, *noisy], per_rank=True)
-        assert picked == quiet[-OF_A_RANK:] + noisy[-MERGED:]
+        tails = pick_tails([*quiet, *noisy], world_size=32)
+        assert tails[:3] == [[], [f"quiet {i}" for i in range(20 - OF_A_RANK, 20)], []]
+        assert len(pick_tails([*noisy], world_size=1)[0]) == APART - MERGED
+
+    def test_no_line_is_in_a_frame_twice(self, stage: Make) -> None:
+        lines = [(i % 2, f"line {i}") for i in range(100)]
+        frame = frame_of(stage(2), lines=lines)
+        tails = [(rank, text) for rank in range(2) for text in frame["tails"][rank]]
+        assert sorted([*frame["lines"], *tails]) == sorted(lines)
+        assert frame_of(stage(33), lines=lines)["tails"] == []
+
+
+class TestGradients:
+    def write(self, board: Any, rank: int, **words: int) -> None:
+        board.rank(rank, **{"flags": Flag.KNOWN | Flag.SYNC_WITH_DATALOADER, "num_steps": 4, **words})
+
+    def test_one_line_for_all(self, stage: Make) -> None:
+        board = stage(3).running()
+        for rank in range(3):
+            self.write(board, rank, skipped_steps=2)
+        expected = ["every 4 steps and at the end of the loader", "optimizer steps skipped: 2"]
+        assert frame_of(board)["gradients"] == expected
+
+    def test_who_differs_is_named(self, stage: Make) -> None:
+        board = stage(3).running()
+        for rank in range(3):
+            self.write(board, rank)
+        self.write(board, 2, flags=Flag.KNOWN, skipped_steps=1)
+        assert frame_of(board)["gradients"] == [
+            "every 4 steps and at the end of the loader (ranks 0 and 1)",
+            "every 4 steps across the end of the loader (rank 2)",
+            "optimizer steps skipped: 1 (rank 2)",
+        ]
+
+    def test_nothing_where_no_rank_tells(self, stage: Make) -> None:
+        assert frame_of(stage(2))["gradients"] == []
+
+    def test_the_last_batch_and_what_is_over(self, stage: Make) -> None:
+        board = stage(3).running()
+        board.rank(1, flags=Flag.KNOWN | Flag.END_OF_DATALOADER, remainder=3)
+        board.rank(2, flags=Flag.KNOWN | Flag.END_OF_DATALOADER, remainder=-1)
+        assert frame_of(board)["ranks"]["end"] == [-1, 3, 0]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nbstate.dashboard import LaunchFacts, build_frame, frame_to_html
+from nbstate.dashboard import LaunchFacts, Utilisation, build_frame, frame_to_html
 from nbstate.dashboard.snapshot import SYMBOLS
-from nbstate.telemetry.board import Phase
+from nbstate.telemetry.board import Flag, Phase
+from nbstate.telemetry.diagnosis import Verdict
 
 SECOND = 1_000_000_000
 MILLI = 1_000_000
@@ -79,6 +80,24 @@ def test_it_is_the_whole_picture(late: Any) -> None:
         assert part in tags.text
     assert tags.attributes["alt"] == ["last 4 steps: 2 synchronised"]
     assert tags.attributes["title"].count("rank 1: not yet here") == 1
+
+
+def test_it_has_evidence_gradients_and_utilisation(late: Any) -> None:
+    for rank in range(2):
+        late.rank(rank, flags=Flag.KNOWN | Flag.SYNC_WITH_DATALOADER, skipped_steps=1, pending_count=rank)
+    late.board.slot(1).write_text(pending_name="irecv")
+    verdict = Verdict("lost", "rank 1 has lost the store", (1,), lines=("In[5], line 3",), evidence=(f"gone {NASTY}",))
+    use = {0: Utilisation(device_percent=7.0), 1: Utilisation(cpu_percent=98.0)}
+    tags = draw(late, now=41.0, verdict=verdict, utilisation=use)
+    for part in (
+        f"✕ lost Rank 1 has lost the storeGone {NASTY}In[5], line 3",
+        "gradients: every 4 steps and at the end of the loader · optimizer steps skipped: 1",
+        "1 pending: irecv",
+        "7 %",
+        "cpu 98 %",
+    ):
+        assert part in tags.text
+    assert "script" not in tags.seen
 
 
 def test_lines_of_output_are_left_to_the_cell(late: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import comm
 import pytest
 from comm.base_comm import BaseComm
+from real_kernel import wait_until
 
 from nbstate.dashboard import LiveDashboard, dashboard_available
 from nbstate.errors import LaunchError
@@ -44,12 +46,28 @@ class Clicks:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.threads: list[str] = []
+        self.think = threading.Event()
+        self.think.set()
 
     def interrupt(self) -> None:
         self.seen.append("interrupt")
 
     def stop(self) -> None:
         self.seen.append("stop")
+
+    def stacks(self) -> str:
+        self._note("stacks")
+        return "rank 0 is here"
+
+    def diagnose(self) -> str:
+        self._note("diagnose")
+        raise RuntimeError("no ranks")
+
+    def _note(self, kind: str) -> None:
+        assert self.think.wait(10)
+        self.seen.append(kind)
+        self.threads.append(threading.current_thread().name)
 
 
 class Scene:
@@ -130,6 +148,39 @@ def test_nothing_is_sent_after_the_last_frame(scene: Scene) -> None:
 def test_clicks_reach_the_controls(scene: Scene, kind: str) -> None:
     scene.comm.click({"kind": kind})
     assert scene.clicks.seen == [kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [("stacks", ("Stacks of all ranks", "rank 0 is here")), ("diagnose", ("Diagnosis", "RuntimeError: no ranks"))],
+)
+def test_questions_are_answered_by_a_thread_of_their_own(scene: Scene, kind: str, answer: tuple[str, str]) -> None:
+    scene.comm.click({"kind": kind})
+    wait_until(lambda: bool(scene.messages), "an answer")
+    assert scene.messages[-1]["content"] == {"kind": "text", "of": kind, "title": answer[0], "text": answer[1]}
+    assert scene.clicks.seen == [kind]
+    assert scene.clicks.threads == [f"nbstate-{kind}"]
+
+
+def test_a_question_is_not_asked_twice_at_a_time(scene: Scene) -> None:
+    scene.clicks.think.clear()
+    for _ in range(3):
+        scene.comm.click({"kind": "stacks"})
+    scene.clicks.think.set()
+    wait_until(lambda: bool(scene.messages), "an answer")
+    assert scene.clicks.seen == ["stacks"]
+    scene.comm.click({"kind": "stacks"})
+    wait_until(lambda: len(scene.messages) == 2, "a second answer")
+
+
+def test_an_answer_that_comes_after_the_end_is_dropped(scene: Scene) -> None:
+    scene.clicks.think.clear()
+    scene.comm.click({"kind": "stacks"})
+    (thread,) = [each for each in threading.enumerate() if each.name == "nbstate-stacks"]
+    scene.dashboard.finish(scene.board.view(state="finished"))
+    scene.clicks.think.set()
+    thread.join(10)
+    assert [message["method"] for message in scene.messages] == ["update"]
 
 
 @pytest.mark.parametrize("content", [None, "stop", {}, {"kind": "explode"}, {"kind": ["stop"]}])
@@ -230,6 +281,8 @@ stopped = threading.Event()
 class Controls:
     def interrupt(self): print("never")
     def stop(self): stopped.set()
+    def stacks(self): return ""
+    def diagnose(self): return ""
 board = Board.create(2)
 def view(state="running"):
     return LaunchView(board.snapshot(), now(), state, lines=[(0, "<i>hello</i>")])
