@@ -10,6 +10,7 @@
     ├── MissingRankError (TimeoutError)      a barrier timed out; names the ranks that never came
     ├── MainProcessFailedError (RuntimeError)  the rank that went first failed, so the others may not go on
     ├── StructureError (TypeError)           ranks or containers do not match in a collective
+    ├── CheckpointError (OSError)            a checkpoint could not be written, or there is none to read
     └── LaunchError (RuntimeError)
         ├── NestedLaunchError                a launch inside a rank
         ├── ForkUnsafeError                  fork was asked for and this kernel cannot fork safely
@@ -29,6 +30,7 @@ from typing import Any, Final
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "CheckpointError",
     "ForkUnsafeError",
     "LaunchError",
     "LaunchStoppedError",
@@ -88,6 +90,10 @@ class MainProcessFailedError(NbstateError, RuntimeError):
 
 class StructureError(NbstateError, TypeError):
     """A collective was given containers that do not match, or leaves that cannot be sent."""
+
+
+class CheckpointError(NbstateError, OSError):
+    """A checkpoint could not be written, or there is none that can be read; what was there before is untouched."""
 
 
 class LaunchError(NbstateError, RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import platform
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from nbstate.errors import ArgumentTypeError, ArgumentValueError, LaunchError
 from nbstate.launch import witness
 from nbstate.launch.doctor import Preflight, meet, preflight, render_rows
 from nbstate.launch.engines.local import warm_forkserver
-from nbstate.launch.launch import last_launch, stop_all
+from nbstate.launch.launch import last_launch, unlisted
 from nbstate.launch.launcher import notebook_launcher
 from nbstate.launch.notebook import current_cell
 from nbstate.launch.spec import PRECISIONS, START_METHODS
@@ -32,6 +31,7 @@ from nbstate.state.html import render_card
 
 __all__ = ["Doctor", "NbstateMagics", "Overview", "load", "unload"]
 
+_WORDS: Final = ("", "doctor", "stacks", "diagnose")
 _STEPS_VARIABLE: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
@@ -58,18 +58,34 @@ class NbstateMagics(Magics):  # type: ignore[misc]
     """What ``%load_ext nbstate`` adds."""
 
     @magic_arguments()
-    @argument("words", nargs="*", metavar="doctor", help="Examine this kernel instead; may take some seconds.")
+    @argument("words", nargs="*", metavar="doctor | stacks | diagnose", help="What to show instead of the overview.")
+    @argument("--native", action="store_true", help="With stacks: the C and C++ frames too. Needs py-spy.")
     @line_magic
     def nbstate(self, line: str) -> None:
         """Show this kernel's states, its devices, and the last launch. It builds no state that is not there.
 
         ``%nbstate doctor`` examines the kernel: may it fork, and if not, which cell or import spoilt it; versions,
         devices and free memory; a forked child and a launch of 2 ranks, each tried and timed.
+
+        ``%nbstate stacks`` shows where each rank of the last launch is, also one that is stuck in C++; ranks whose
+        stacks are equal are shown together. ``%nbstate diagnose`` says what is wrong with that launch, if anything is.
+        Both are for a launch that runs beside the notebook (``block=False``), and neither disturbs it; the dashboard
+        has the same for one that blocks its cell.
         """
-        words = parse_argstring(self.nbstate, line).words
-        if words not in ([], ["doctor"]):
-            raise UsageError(f"%nbstate: {' '.join(words)!r} is not known; accepted: doctor, or nothing")
-        display(Doctor.examine() if words else Overview())
+        options = parse_argstring(self.nbstate, line)
+        words = " ".join(options.words)
+        if words not in _WORDS:
+            accepted = ", ".join(filter(None, _WORDS))
+            raise UsageError(f"%nbstate: {words!r} is not known; accepted: {accepted}, or nothing")
+        if options.native and words != "stacks":
+            raise UsageError("%nbstate: --native goes with stacks only")
+        if words in ("", "doctor"):
+            display(Doctor.examine() if words else Overview())
+            return
+        launch = last_launch()
+        if launch is None:
+            raise UsageError(f"%nbstate {words}: this kernel has launched nothing yet")
+        display(launch.stacks(options.native) if words == "stacks" else launch.examine())
 
     @magic_arguments()
     @argument(
@@ -250,7 +266,8 @@ def _test_launch() -> str:
     for _ in range(2):
         began = time.monotonic()
         try:
-            notebook_launcher(meet, num_processes=2, device="cpu", timeout=60.0, dashboard=False)
+            with unlisted():
+                notebook_launcher(meet, num_processes=2, device="cpu", timeout=60.0, dashboard=False)
         except LaunchError as error:
             return f"failed: {str(error).splitlines()[0]}"
         took.append(1000 * (time.monotonic() - began))
@@ -273,13 +290,11 @@ def load(shell: Any) -> None:
     """Register the magics, watch for what spoils a fork, and warm the fork server in the background."""
     shell.register_magics(NbstateMagics)
     witness.watch(shell)
-    atexit.register(stop_all)
     warm_forkserver()
 
 
 def unload(shell: Any) -> None:
     """Take the magics away. The fork server stays: launches use it too."""
-    atexit.unregister(stop_all)
     witness.unwatch()
     for kind, name in (("line", "nbstate"), ("cell", "launch")):
         shell.magics_manager.magics[kind].pop(name, None)

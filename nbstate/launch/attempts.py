@@ -21,6 +21,7 @@ from nbstate.launch.output import Output
 from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.planning import plan_again
 from nbstate.launch.report import Blame
+from nbstate.launch.rundir import sweep
 from nbstate.launch.spec import LaunchSpec
 from nbstate.launch.supervisor import Supervisor
 from nbstate.telemetry.board import Board, RankSnapshot
@@ -162,6 +163,7 @@ class Attempts:
 
     def _live(self) -> None:
         try:
+            sweep()
             self.current.supervisor.run()
             while self._may_restart():
                 self._next()

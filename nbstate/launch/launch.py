@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
 from nbstate.dashboard import LiveDashboard, TerminalDashboard
-from nbstate.errors import (
-    LaunchStoppedError,
-    LaunchTimeoutError,
-    RankError,
-)
+from nbstate.dashboard.report import Report
 from nbstate.launch import notebook
 from nbstate.launch.attempts import Attempts, Hooks
+from nbstate.launch.conclusion import Conclusion
+from nbstate.launch.controls import LaunchControls
 from nbstate.launch.engines import LocalEngine
-from nbstate.launch.interrupts import Interrupts, run_torn
-from nbstate.launch.messages import Result
-from nbstate.launch.outcome import Ending, doing, exit_name, headline, rank_error, unsendable_error
+from nbstate.launch.examining import SHORT, Examiner
+from nbstate.launch.interrupts import Interrupts
+from nbstate.launch.observing import Finding
+from nbstate.launch.outcome import Ending
 from nbstate.launch.output import Output
 from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.planning import make_plans
 from nbstate.launch.preflight import Choice
-from nbstate.launch.shipping import unpack_result
 from nbstate.launch.showing import BETWEEN_POURS, Showing
 from nbstate.launch.spec import LaunchSpec
+from nbstate.launch.stacks import Stacks
 from nbstate.launch.supervisor import Supervisor
+from nbstate.launch.timeline import Event
 from nbstate.telemetry.board import RankSnapshot
-from nbstate.telemetry.diagnosis import diagnose
+from nbstate.telemetry.diagnosis import Verdict
 
-__all__ = ["Launch", "RankInfo", "last_launch", "stop_all"]
+__all__ = ["Launch", "RankInfo", "last_launch", "stop_all", "unlisted"]
 
 _TICK: Final = 0.1
-_TAIL: Final = 300  # lines of the guilty rank's output to find its last words in, before Python's dump of a crash
 _numbers = itertools.count(1)
 _live: weakref.WeakSet[Launch] = weakref.WeakSet()
 _last: list[Launch] = []
+_unlisted: ContextVar[bool] = ContextVar("unlisted", default=False)
 
 
 @dataclass(frozen=True)
@@ -87,36 +89,38 @@ class Launch:
         self.start_method = choice.start_method
         self._id = f"{os.getpid()}-{next(_numbers)}"
         self._output = Output(spec.num_processes, spec.prefix)
-        self._showing = Showing(spec, self.start_method, self._output, self._look)
+        self._showing = Showing(spec, self.start_method, self._output, self._look, lambda: self.alarm)
         self._arrived = threading.Event()
-        self._error: BaseException | None = None
-        self._results: dict[int, Any] = {}
+        self._conclusion = Conclusion(spec, self._output, self.cells)
         self._settled = threading.Lock()
         self._is_settled = False
-        self._said_failure = ""
         self._close_payload = choice.payload.close if choice.payload else _nothing
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_payload)
+            self._examiner = Examiner(spec.num_processes, self._look, self._ended, self.cells, self._say)
+            undo.callback(self._examiner.close)
             hooks = Hooks(
-                tick=self._showing.tick, output=self._arrived.set, failure=self._failed, restart=self._announce_restart
+                tick=self._tick, output=self._arrived.set, failure=self._failed, restart=self._announce_restart
             )
 
             def plans(port: int, listener: Fd, board: Fd) -> list[RankPlan]:
-                return make_plans(spec, choice, self._id, port, listener, board)
+                return make_plans(spec, choice, self._id, port, listener, board, self._examiner.dumps.fds)
 
             self._attempts = Attempts(spec, LocalEngine(choice.start_method), plans, self._output, hooks)
             undo.pop_all()
         _live.add(self)
-        _last[:] = [self]
+        if not _unlisted.get():
+            _last[:] = [self]
 
     def begin(self) -> None:
         """Show the dashboard and start the ranks. Called once, by the launcher, on the thread of the cell."""
         try:
-            self._showing.begin(self)
+            self._showing.begin(LaunchControls(self))
             self._attempts.begin()
         except BaseException:
             if not self._attempts.begun:
                 self._attempts.current.close()
+                self._examiner.close()
                 self._close_payload()
                 _live.discard(self)
             raise
@@ -153,23 +157,34 @@ class Launch:
     def _look(self) -> tuple[list[RankSnapshot], int]:
         return self._attempts.current.look()
 
+    def _ended(self) -> frozenset[int]:
+        """The ranks whose processes have ended."""
+        if self.done:
+            return frozenset(range(self.spec.num_processes))
+        return frozenset(state.handle.rank for state in list(self._supervisor.ranks) if state.ended)
+
+    def _tick(self) -> None:
+        supervisor = self._supervisor
+        self._examiner.watch.tick(active=not supervisor.stopped_by and supervisor.cause is None)
+        self._showing.tick()
+
+    def _say(self, text: str) -> None:
+        """Put text of nbstate's own into the cell, in its place among the ranks' lines."""
+        self._output.say(text)
+        self._arrived.set()
+
     def _failed(self, cause: Ending | None) -> None:
         """Keep the board as it was when the launch failed, before the other ranks are ended."""
         snapshots, now = self._attempts.current.keep()
         if cause is None:
-            said = diagnose(snapshots, now, self.cells).sentence
-            shown = "".join(f"\n  rank {s.rank} {doing(s, now, self.cells)}" for s in snapshots)
-            timeout = f"the launch took longer than its timeout of {self.spec.timeout:g} s"
-            self._said_failure = f"{timeout}: {said}\n\nWhen it was ended:{shown}"
+            self._conclusion.note_timeout(self._examiner.examine(SHORT), snapshots, now)
         else:
-            self._said_failure = headline(cause, snapshots, now, self.cells)
+            places = self._examiner.find_places() if cause.hearsay else {}
+            self._conclusion.note_failure(cause, snapshots, now, places)
 
     def _announce_restart(self, attempts: int) -> None:
-        world, total = self.spec.num_processes, self.spec.max_restarts + 1
-        again = "restarting it" if world == 1 else f"restarting all {world} ranks"
-        self._output.say(f"nbstate: {self._said_failure}; {again} (attempt {attempts + 1} of {total})")
-        self._said_failure = ""
-        self._arrived.set()
+        self._examiner.watch.rest()  # no thread of ours is in the middle of anything when ranks are forked
+        self._say(self._conclusion.take_restart(attempts))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has ended.
@@ -219,9 +234,9 @@ class Launch:
             The launch was interrupted.
         """
         self.wait()
-        if self._error is not None:
-            raise self._error
-        return [self._results[rank] for rank in range(self.spec.num_processes)]
+        if self._conclusion.error is not None:
+            raise self._conclusion.error
+        return [self._conclusion.results[rank] for rank in range(self.spec.num_processes)]
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank. One that does not unwind within 2 s is ended; twice: at once."""
@@ -264,10 +279,66 @@ class Launch:
             raise IndexError(f"rank {rank}: this launch has ranks 0 to {self.spec.num_processes - 1}")
         return self._output.logs(rank)
 
+    def timeline(self) -> list[Event]:
+        """What has happened so far, event by event; ``Event`` says what is exact and what is sampled.
+
+        Examples
+        --------
+        ``pandas.DataFrame(launch.timeline())`` is a table of them.
+        """
+        return self._showing.events()
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> Report:
+        """A page about the launch, for a notebook to show, to be kept or to be mailed.
+
+        Parameters
+        ----------
+        path : str or PathLike, optional
+            Where to write it as well.
+        """
+        report = self._showing.report(self._conclusion.error)
+        if path is not None:
+            report.save(path)
+        return report
+
+    def stacks(self, native: bool = False) -> Stacks:
+        """Python stacks of every thread of every rank, also of ranks that are stuck in C++.
+
+        Parameters
+        ----------
+        native : bool
+            Show the C and C++ frames between the Python ones too, through ``py-spy``.
+
+        Returns
+        -------
+        Stacks
+            Ranks whose stacks are equal are shown together, and why a rank has none.
+
+        Raises
+        ------
+        LaunchError
+            ``native`` was asked for where ``py-spy`` is not installed, or may not look into the ranks.
+        """
+        return self._examiner.stacks(native)
+
+    def diagnose(self) -> Verdict:
+        """Say what is wrong, if anything is, by the board and by what the ranks' processes and stacks show."""
+        return self.examine().verdict
+
+    @property
+    def alarm(self) -> Verdict | None:
+        """What was found when the launch had come to a stand; None while it goes on, or if nothing is wrong."""
+        return self._examiner.watch.verdict
+
+    def examine(self) -> Finding:
+        """The same with what was seen of each rank, as text for a person."""
+        return self._examiner.examine()
+
     def __repr__(self) -> str:
         state = "running"
         if self.done:
-            state = "finished" if self._error is None else f"ended by {type(self._error).__name__}"
+            error = self._conclusion.error
+            state = "finished" if error is None else f"ended by {type(error).__name__}"
         ranks = "1 rank" if self.spec.num_processes == 1 else f"{self.spec.num_processes} ranks"
         return f"<Launch of {self.spec.title} on {ranks}, {self.start_method}, {state}>"
 
@@ -277,81 +348,16 @@ class Launch:
             if self._is_settled:
                 return
             self._attempts.join()
+            self._examiner.close()
             self._showing.pour_the_rest(write, hurried)
-            unpacked = run_torn(self._unpack_results)
-            self._error = self._find_error() if unpacked else KeyboardInterrupt()
-            self._warn_of_late_deaths(write)
+            self._conclusion.draw(self._attempts)
+            for line in self._conclusion.late_deaths(self._supervisor):
+                self._showing.say(line, write)
             self._attempts.current.close()
             self._close_payload()
             _live.discard(self)
-            self._show_ending()
+            self._conclusion.show(self._showing.finish)
             self._is_settled = True
-
-    def _unpack_results(self) -> None:
-        for state in self._supervisor.ranks:
-            if not isinstance(state.message, Result):
-                continue
-            rank = state.handle.rank
-            try:
-                self._results[rank] = unpack_result(state.message.data)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a user's __setstate__ may raise anything
-                self._error = unsendable_error(rank, "result", f"{type(error).__name__}: {error}", {})
-
-    def _find_error(self) -> BaseException | None:
-        supervisor = self._supervisor
-        broken = self._attempts.error or supervisor.start_error
-        if broken is not None:
-            return broken
-        if supervisor.cause is not None:
-            snapshots, now = self._look()
-            error = rank_error(
-                supervisor.cause,
-                snapshots,
-                now,
-                self.cells,
-                self._output.tail(supervisor.cause.rank, _TAIL),
-                self._results,
-                supervisor.endings,
-            )
-            if self.attempt:
-                error.args = (f"{error}\n\nThis ended attempt {self.attempt + 1} of {self.spec.max_restarts + 1}.",)
-            return error
-        if supervisor.stopped_by == "timeout":
-            return LaunchTimeoutError(self._said_failure)
-        if supervisor.stopped_by == "interrupted":
-            return KeyboardInterrupt()
-        if supervisor.stopped_by == "stopped":
-            return LaunchStoppedError("the launch was stopped on request before its ranks were done")
-        for rank, message in supervisor.unsendable:
-            return unsendable_error(
-                rank, message.type_name, f"{message.report.type_name}: {message.report.message}", self._results
-            )
-        if self._error is not None:
-            self._error.results = dict(self._results)  # type: ignore[attr-defined]
-        return self._error
-
-    def _warn_of_late_deaths(self, write: notebook.Writer | None) -> None:
-        for rank, code in self._supervisor.late_deaths:
-            self._showing.say(
-                f"nbstate: rank {rank} was ended by {exit_name(code)} after its result had arrived", write
-            )
-
-    def _show_ending(self) -> None:
-        error = self._error
-        guilty: tuple[int, ...] = ()
-        state, message = "failed", self._said_failure
-        if error is None:
-            state = "finished"
-        elif isinstance(error, KeyboardInterrupt):
-            state = "interrupted"
-        elif isinstance(error, LaunchStoppedError):
-            state = "stopped"
-        else:
-            message = message or f"{type(error).__name__}: {error}"
-            guilty = (error.rank,) if isinstance(error, RankError) else ()
-        self._showing.finish(state, message, guilty)
 
 
 def _nothing() -> None:
@@ -367,9 +373,23 @@ def last_launch() -> Launch | None:
     return _last[0] if _last else None
 
 
+@contextlib.contextmanager
+def unlisted() -> Iterator[None]:
+    """Keep the launches that are begun within, on this thread, from becoming the ``last_launch``."""
+    token = _unlisted.set(True)
+    try:
+        yield
+    finally:
+        _unlisted.reset(token)
+
+
 def stop_all() -> None:
     """End every launch that still runs; for the kernel's own end."""
     for launch in list(_live):
         launch.stop(grace=0.0)
     for launch in list(_live):
         launch.wait(timeout=5.0)
+
+
+# At its own end a process waits for the children that multiprocess has made, but not before this, which came later.
+atexit.register(stop_all)

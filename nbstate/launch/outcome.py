@@ -118,7 +118,7 @@ def patience(endings: Sequence[Ending], raised: Mapping[int, float]) -> float:
     return _WAIT_FOR_USERS if cause.blame is Blame.DIED else _WAIT_FOR_CAUSE
 
 
-def doing(snapshot: RankSnapshot, now: int, cells: Mapping[str, str]) -> str:
+def doing(snapshot: RankSnapshot, now: int, cells: Mapping[str, str], place: str = "") -> str:
     """What a rank is doing, for a sentence that begins with its number.
 
     Parameters
@@ -129,7 +129,10 @@ def doing(snapshot: RankSnapshot, now: int, cells: Mapping[str, str]) -> str:
         ``time.monotonic_ns()``.
     cells : mapping of str to str
         File names of cells to what the notebook calls them.
+    place : str
+        Where it is in code of its own, as ``"In[5], line 14"``; empty if that is not known.
     """
+    at = f", at {place}" if place else ""
     step = f", step {snapshot.step}" if snapshot.step else ""
     if snapshot.in_barrier:
         where = show_line(snapshot.barrier_file, snapshot.barrier_line, cells)
@@ -142,13 +145,13 @@ def doing(snapshot: RankSnapshot, now: int, cells: Mapping[str, str]) -> str:
     words = {
         Phase.ABSENT: "had not started",
         Phase.STARTING: "was starting",
-        Phase.LOADER: f"waited for its data loader{step}",
+        Phase.LOADER: f"waited for its data loader{step}{at}",
         Phase.RETURNING: "was returning its result",
         Phase.FINISHED: "had finished",
         Phase.FAILED: _FAILED,
         Phase.STOPPED: "had been interrupted",
     }
-    return words.get(snapshot.phase, f"ran its own code{step}")
+    return words.get(snapshot.phase, f"ran its own code{step}{at}")
 
 
 def _seconds(nanoseconds: int) -> str:
@@ -163,10 +166,11 @@ def rank_error(
     tail: Sequence[str],
     results: Mapping[int, Any],
     endings: Sequence[Ending],
+    places: Mapping[int, str],
 ) -> RankError:
-    """Build the one error of a launch."""
+    """Build the one error of a launch; ``places`` is where ranks were in code of their own, as far as is known."""
     report, tail = cause.report, _last_words(tail)
-    others = _others(cause, snapshots, now, cells, endings)
+    others = _others(cause, snapshots, now, cells, endings, places)
     traceback = "" if report is None else name_cells(report.text, cells)
     first = headline(cause, snapshots, now, cells)
     ends = []
@@ -189,9 +193,14 @@ def rank_error(
 
 
 def _others(
-    cause: Ending, snapshots: Sequence[RankSnapshot], now: int, cells: Mapping[str, str], endings: Sequence[Ending]
+    cause: Ending,
+    snapshots: Sequence[RankSnapshot],
+    now: int,
+    cells: Mapping[str, str],
+    endings: Sequence[Ending],
+    places: Mapping[int, str],
 ) -> dict[int, str]:
-    others = {s.rank: doing(s, now, cells) for s in snapshots if s.rank != cause.rank}
+    others = {s.rank: doing(s, now, cells, places.get(s.rank, "")) for s in snapshots if s.rank != cause.rank}
     for ending in endings:
         if ending.rank not in others:
             continue

@@ -98,12 +98,14 @@ class RankPlan:
     control: Fd = field(default_factory=lambda: Fd(-1))
     stdout: Fd = field(default_factory=lambda: Fd(-1))
     stderr: Fd = field(default_factory=lambda: Fd(-1))
+    dump: Fd = field(default_factory=lambda: Fd(-1))
+    """Where the rank writes its stacks when it is asked for them (see ``dumps``)."""
     forked_from_kernel: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # multiprocess pickles with dill, in Python: 1 ms for an environment. Only the descriptors need it.
         state = {one.name: getattr(self, one.name) for one in fields(self)}
-        handed_over = {name: state.pop(name) for name in ("board", "listener", "control", "stdout", "stderr")}
+        handed_over = {name: state.pop(name) for name in ("board", "listener", "control", "stdout", "stderr", "dump")}
         return _rebuild, (pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL), handed_over)
 
 

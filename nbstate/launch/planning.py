@@ -16,7 +16,9 @@ __all__ = ["make_plans", "plan_again"]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, listener: Fd, board: Fd) -> list[RankPlan]:
+def make_plans(
+    spec: LaunchSpec, choice: Choice, launch_id: str, port: int, listener: Fd, board: Fd, dumps: Sequence[Fd]
+) -> list[RankPlan]:
     """One plan per rank, with directory, path and environment as they are in the kernel at this moment.
 
     Parameters
@@ -31,6 +33,8 @@ def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, list
         Where the store will be.
     listener, board : Fd
         The bound socket for rank 0's store, and the board.
+    dumps : sequence of Fd
+        Where each rank writes its stacks; all attempts use the same.
     """
     forking = choice.start_method == "fork"
     directory = os.getcwd()
@@ -50,6 +54,7 @@ def make_plans(spec: LaunchSpec, choice: Choice, launch_id: str, port: int, list
             payload=choice.payload,
             direct=(spec.function, spec.args, spec.kwargs) if forking else None,
             forked_from_kernel=forking,
+            dump=dumps[rank],
         )
         for rank in range(spec.num_processes)
     ]

@@ -13,7 +13,8 @@ What does, in this order:
 1. ``lifeline``: the rank dies with its parent (in ``bootstrap``, before torch is even imported);
 2. own pipes on descriptors 1 and 2, the null device on 0 and on every inherited socket and pipe, new ``sys.stdout``
    and ``sys.stderr``;
-3. signals as a fresh process has them; SIGINT becomes one KeyboardInterrupt, not a storm. Until here it was blocked;
+3. signals as a fresh process has them; SIGINT becomes one KeyboardInterrupt, not a storm. Until here it was blocked.
+   From here on the rank answers when it is asked for its stacks (see ``dumps``);
 4. environment, directory, path and torch threads as the kernel had them at the launch;
 5. the board, the probe, fresh singletons, and on rank 0 the store where ranks find each other;
 6. the function, unpacked and called;
@@ -42,7 +43,8 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from nbstate.launch import display, rendezvous
+from nbstate.launch import display, rendezvous, scratch
+from nbstate.launch.dumps import answer_with
 from nbstate.launch.lifeline import forks_die_with_this_process
 from nbstate.launch.messages import Error, Interrupted, Message, Outbox, Result, Unsendable
 from nbstate.launch.output import flush_c_streams
@@ -85,6 +87,7 @@ def _live(plan: RankPlan, control: int) -> int:
     with contextlib.suppress(OSError):  # another session's group cannot be joined
         os.setpgid(0, plan.group)
     _fresh_signals()
+    answer_with(plan.dump.fd)
     _settle(plan)
     slot = Board.attach(plan.board.fd, plan.world_size).slot(plan.rank)
     slot.write(pid=os.getpid())
@@ -101,7 +104,7 @@ def _live(plan: RankPlan, control: int) -> int:
 
 def _own_descriptors(plan: RankPlan) -> int:
     control = plan.control.fd
-    keep = {control, plan.board.fd}
+    keep = {control, plan.board.fd, plan.dump.fd}
     if plan.listener:
         keep.add(plan.listener.fd)
     os.dup2(plan.stdout.fd, 1)
@@ -212,6 +215,7 @@ def _settle(plan: RankPlan) -> None:
     torch.set_num_threads(plan.threads)
     reset_inherited()
     forks_die_with_this_process()
+    scratch.install()
     # Only what the user's code registers from here on is run at the rank's end. What was registered before belongs
     # to the process that this one came from, or to libraries that clean up what os._exit leaves to the system.
     atexit._clear()

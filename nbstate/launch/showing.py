@@ -17,11 +17,16 @@ from nbstate.dashboard import (
     dashboard_available,
     terminal_available,
 )
+from nbstate.dashboard.report import TAIL as LINES
+from nbstate.dashboard.report import Report, build_report
 from nbstate.launch import notebook
 from nbstate.launch.flow import CELL, TAIL, Flow
 from nbstate.launch.output import Output, Rich
 from nbstate.launch.spec import LaunchSpec
+from nbstate.launch.timeline import Event, Timeline
+from nbstate.launch.utilisation import NvmlDevices, Sampler
 from nbstate.telemetry.board import RankSnapshot
+from nbstate.telemetry.diagnosis import Verdict
 
 __all__ = ["BETWEEN_POURS", "Showing"]
 
@@ -46,6 +51,8 @@ class Showing:
         What they have printed.
     look : callable
         The board, and the time of the look in ``time.monotonic_ns()``.
+    alarm : callable
+        What was found when the launch had come to a stand; None while it goes on.
 
     Attributes
     ----------
@@ -57,35 +64,40 @@ class Showing:
         ``time.monotonic_ns()`` of the launch.
     """
 
-    def __init__(self, spec: LaunchSpec, start_method: str, output: Output, look: Look) -> None:
+    def __init__(
+        self, spec: LaunchSpec, start_method: str, output: Output, look: Look, alarm: Callable[[], Verdict | None]
+    ) -> None:
         self.dashboard: LiveDashboard | TerminalDashboard | None = None
         self.cells = notebook.cell_names()
         self.started = time.monotonic_ns()
-        self._spec, self._start_method, self._output, self._look = spec, start_method, output, look
+        self._spec, self._output, self._look, self._alarm = spec, output, look, alarm
         self._write_to_cell = notebook.cell_writer()
         self._flow = Flow()
+        self._sampler = Sampler(NvmlDevices(spec.env.get("CUDA_VISIBLE_DEVICES")))
         self._left_out = 0
         self._pouring = threading.Lock()
         self._next_frame = 0.0
         self._next_pour = 0.0
+        self._facts = LaunchFacts(
+            title=spec.title,
+            cell=notebook.current_cell(),
+            start_method=start_method,
+            engine=spec.engine,
+            world_size=spec.num_processes,
+            started=self.started,
+        )
+        self._timeline = Timeline(spec.num_processes, self.started)
+        self._end: LaunchView | None = None
 
     def begin(self, controls: Controls) -> None:
         """Draw the dashboard: the widget in a notebook, one line on a terminal, else nothing."""
         spec = self._spec
         if spec.dashboard is False:
             return
-        facts = LaunchFacts(
-            title=spec.title,
-            cell=notebook.current_cell(),
-            start_method=self._start_method,
-            engine=spec.engine,
-            world_size=spec.num_processes,
-            started=self.started,
-        )
         if dashboard_available():
-            self.dashboard = LiveDashboard(facts, controls)
+            self.dashboard = LiveDashboard(self._facts, controls)
         elif terminal_available():
-            self.dashboard = TerminalDashboard(facts)
+            self.dashboard = TerminalDashboard(self._facts)
         else:
             return
         self.dashboard.show()
@@ -97,6 +109,8 @@ class Showing:
         if not self._spec.block and now >= self._next_pour:
             self._next_pour = now + BETWEEN_POURS
             self.pour()
+        if self._timeline.is_due(time.monotonic_ns()):
+            self._timeline.record(*self._look())
         if self.dashboard is None or now < self._next_frame:
             return
         self._next_frame = now + _BETWEEN_FRAMES
@@ -151,12 +165,27 @@ class Showing:
 
     def finish(self, state: Any, message: str, guilty: tuple[int, ...]) -> None:
         """Draw the last picture."""
-        if self.dashboard is None:
-            return
         try:
-            self.dashboard.finish(self._view(state, message, guilty))
+            end = self._end = self._view(state, message, guilty)
+            self._timeline.record(end.snapshots, end.now, last=True)
+            if self.dashboard is not None:
+                self.dashboard.finish(end)
         except Exception as failure:  # results are not lost for a picture
             self.say(f"nbstate: no last picture: {type(failure).__name__}: {failure}")
+
+    def events(self) -> list[Event]:
+        """What has happened so far."""
+        return self._timeline.events(self.cells)
+
+    def report(self, error: BaseException | None) -> Report:
+        """A page about the launch as it stands; of an ended one, as it ended."""
+        return build_report(
+            self._facts,
+            self._end or self._view("running"),
+            self.events(),
+            tails={rank: self._output.tail(rank, LINES) for rank in range(self._spec.num_processes)},
+            error="" if error is None else str(error),
+        )
 
     def _put(self, piece: tuple[str, str] | Rich, to_cell: notebook.Writer) -> None:
         if isinstance(self.dashboard, TerminalDashboard):
@@ -186,4 +215,6 @@ class Showing:
             lines=self._output.recent(),
             cells=self.cells,
             guilty=guilty,
+            verdict=self._alarm(),
+            utilisation=self._sampler.sample(snapshots),
         )

@@ -16,7 +16,19 @@ from typing import Any, Final, Literal
 
 from nbstate.telemetry.source import is_user_file
 
-__all__ = ["COLOURS", "NO_COLOURS", "Frame", "Link", "Palette", "chain_of", "draw", "take_apart", "tell"]
+__all__ = [
+    "COLOURS",
+    "NO_COLOURS",
+    "Frame",
+    "Link",
+    "Palette",
+    "chain_of",
+    "draw",
+    "is_machinery",
+    "short_path",
+    "take_apart",
+    "tell",
+]
 
 _NBSTATE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HIDDEN: Final = (
@@ -99,7 +111,7 @@ def take_apart(error: BaseException) -> traceback.TracebackException:
     """An exception with its causes, groups and notes as Python would print it, less what nobody needs to see."""
     taken = traceback.TracebackException.from_exception(error)
     for each in _everything_in(taken):
-        shown = [_brief(frame) for frame in each.stack if not _is_hidden(frame.filename)]
+        shown = [_brief(frame) for frame in each.stack if not is_machinery(frame.filename)]
         each.stack[:] = shown or each.stack[:]
     return taken
 
@@ -116,7 +128,8 @@ def _everything_in(taken: traceback.TracebackException) -> Iterator[traceback.Tr
         todo += [each.__cause__, each.__context__, *(getattr(each, "exceptions", None) or ())]
 
 
-def _is_hidden(filename: str) -> bool:
+def is_machinery(filename: str) -> bool:
+    """Whether a code object's file belongs to nbstate's machinery, which no stack shows."""
     return filename.startswith(_HIDDEN) or filename.endswith(_HIDDEN_ENDS)
 
 
@@ -203,7 +216,7 @@ def _draw_frame(frame: Frame, cells: Mapping[str, str], palette: Palette) -> lis
     if frame.filename in cells:
         where = f"Cell {cells[frame.filename]}, line {frame.line}"
     else:
-        where = f"File {_short(frame.filename)}:{frame.line}"
+        where = f"File {short_path(frame.filename)}:{frame.line}"
     if not frame.user:
         return [f"{palette.dim}{where}, in {frame.name}{palette.end}"]
     return [f"{palette.place}{where}, in {frame.name}{palette.end}", *_draw_source(frame, palette)]
@@ -225,7 +238,7 @@ def _draw_source(frame: Frame, palette: Palette) -> list[str]:
     return lines
 
 
-def _short(filename: str) -> str:
+def short_path(filename: str) -> str:
     """A path from the folder on the import path on, since what comes before says nothing."""
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder and filename.startswith(folder.rstrip(os.sep) + os.sep):

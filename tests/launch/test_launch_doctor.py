@@ -86,7 +86,8 @@ def test_a_dead_canary_outweighs_what_was_inferred(monkeypatch: pytest.MonkeyPat
     assert "restart the kernel" in report.advice
 
 
-def test_where_there_is_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:  # C25
+def test_where_there_is_no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case C25."""
     for module in (preflight, doctor, canary):
         monkeypatch.setattr(module, "available_start_methods", lambda: ("spawn",))
     report = nbstate.preflight(canary=True)

@@ -76,7 +76,8 @@ for _ in range(200):  # a thread that was joined still takes a moment to leave t
 )
 def test_launches_neither_hang_nor_grow_the_kernel(
     own_kernel: RealKernel, launches: int, growth: int, shown_at_the_end: dict[str, list[str]]
-) -> None:  # C36
+) -> None:
+    """Case C36."""
     own_kernel.good(SETUP)
     own_kernel.good("launch_times(20)")
     own_kernel.good("before, memory = held(), [here.memory_info().rss]")

@@ -33,12 +33,30 @@ def fail(text: str) -> None:
     [(fail, "bad luck", "ValueError"), (sys.exit, 0, "SystemExit"), (os._exit, 5, "exit code 5")],
 )
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_an_argument_whose_unpickling_fails_in_the_rank(
-    start_method: str, act: Any, argument: Any, cause: str
-) -> None:  # C37
+def test_an_argument_whose_unpickling_fails_in_the_rank(start_method: str, act: Any, argument: Any, cause: str) -> None:
+    """Case C37."""
     with pytest.raises(RankError) as caught:
         notebook_launcher(repr, (Trap(act, argument),), num_processes=2, start_method=start_method)
     assert caught.value.cause_type == cause
+
+
+class LeavesWhenPickled:
+    def __reduce__(self) -> Any:
+        sys.exit(3)
+
+
+cannot_travel = LeavesWhenPickled()
+
+
+def uses_a_global() -> Any:
+    return cannot_travel
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_global_whose_pickling_leaves_is_named(start_method: str) -> None:
+    """Case C37."""
+    with pytest.raises(ShippingError, match=r"the global 'cannot_travel' that uses_a_global\(\) uses .*SystemExit: 3"):
+        notebook_launcher(uses_a_global, num_processes=2, start_method=start_method)
 
 
 class RefusesToReturn:
@@ -61,30 +79,37 @@ def returns_trouble_from_rank_1(act: Any) -> Any:
     return RefusesToReturn(act) if os.environ["RANK"] == "1" else "fine"
 
 
-def test_a_result_whose_pickling_leaves(start_method: str) -> None:  # C38
+def test_a_result_whose_pickling_leaves(start_method: str) -> None:
+    """Case C38."""
     with pytest.raises(ShippingError, match=r"rank 1 returned a RefusesToReturn .*SystemExit: 3") as caught:
         notebook_launcher(returns_trouble_from_rank_1, (exits,), num_processes=2, start_method=start_method)
     assert caught.value.results == {0: "fine"}
 
 
-def test_a_result_whose_pickling_kills_the_rank(start_method: str) -> None:  # C38
+def test_a_result_whose_pickling_kills_the_rank(start_method: str) -> None:
+    """Case C38."""
     with pytest.raises(RankError, match="SIGKILL") as caught:
         notebook_launcher(returns_trouble_from_rank_1, (dies,), num_processes=2, start_method=start_method)
     assert caught.value.rank == 1
 
 
-class ExplodesOnArrival:
-    def __reduce__(self) -> Any:
-        return fail, ("on arrival",)
+def returns_a_bomb(act: Any, argument: Any) -> Any:
+    return Trap(act, argument) if os.environ["RANK"] == "0" else "fine"
 
 
-def returns_a_bomb() -> Any:
-    return ExplodesOnArrival() if os.environ["RANK"] == "0" else "fine"
-
-
-def test_a_result_whose_unpickling_fails_in_the_kernel(start_method: str) -> None:  # C38
-    with pytest.raises(ShippingError, match=r"rank 0 returned a result .*on arrival") as caught:
-        notebook_launcher(returns_a_bomb, num_processes=2, start_method=start_method)
+@pytest.mark.parametrize(
+    ("start_method", "act", "argument", "said"),
+    [
+        ("fork", fail, "on arrival", "ValueError: on arrival"),
+        ("fork", sys.exit, 3, "SystemExit: 3"),
+        ("forkserver", fail, "on arrival", "ValueError: on arrival"),
+        ("spawn", sys.exit, 3, "SystemExit: 3"),
+    ],
+)
+def test_a_result_whose_unpickling_fails_in_the_kernel(start_method: str, act: Any, argument: Any, said: str) -> None:
+    """Case C38."""
+    with pytest.raises(ShippingError, match=rf"rank 0 returned a result .*{said}") as caught:
+        notebook_launcher(returns_a_bomb, (act, argument), num_processes=2, start_method=start_method)
     assert caught.value.results == {1: "fine"}
 
 
@@ -103,7 +128,9 @@ def test_a_rank_that_cannot_be_started_takes_those_before_it_along(monkeypatch: 
     assert len(started) == 2
 
 
-def test_environment_changes_all_the_time_while_launches_start() -> None:  # C42
+@pytest.mark.parametrize(("start_method", "launches"), [("forkserver", 20), ("spawn", 1)])
+def test_environment_changes_all_the_time_while_launches_start(start_method: str, launches: int) -> None:
+    """Case C42; a fork is refused beside such a thread."""
     stop = threading.Event()
 
     def change() -> None:
@@ -116,8 +143,8 @@ def test_environment_changes_all_the_time_while_launches_start() -> None:  # C42
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        for _ in range(20):
-            assert notebook_launcher(os.getppid, num_processes=2, start_method="forkserver")
+        for _ in range(launches):
+            assert notebook_launcher(int, num_processes=2, start_method=start_method) == [0, 0]
     finally:
         stop.set()
         thread.join()

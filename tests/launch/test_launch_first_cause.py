@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from real_kernel import RealKernel
 
 from nbstate import PartialState, RankError, notebook_launcher
 from nbstate.launch.outcome import Ending, first_cause, patience
@@ -266,7 +265,8 @@ def test_groups_arrive() -> None:
     ("kind", "args"),
     [(TwoArgumentsError, ("text", 3)), (UnspeakableError, ("text",)), (ExitsWhenPickledError, ("text",))],
 )
-def test_awkward_exceptions_arrive_as_text(kind: type[BaseException], args: tuple[Any, ...]) -> None:  # C12
+def test_awkward_exceptions_arrive_as_text(kind: type[BaseException], args: tuple[Any, ...]) -> None:
+    """Case C12."""
     error = fails(raises, 1, "fork", kind, *args)
     assert error.cause_type == kind.__name__
     assert kind.__name__ in error.traceback
@@ -304,7 +304,8 @@ def only_the_main_process_waits() -> None:
         state.wait_for_everyone()
 
 
-def test_a_barrier_under_is_main_process(start_method: str) -> None:  # C05
+def test_a_barrier_under_is_main_process(start_method: str) -> None:
+    """Case C05."""
     error = fails(only_the_main_process_waits, 3, start_method)
     line = only_the_main_process_waits.__code__.co_firstlineno + 3
     first = str(error).split("\n", 1)[0]
@@ -323,7 +324,8 @@ def different_operations() -> None:
         dist.broadcast(x, src=0)
 
 
-def test_different_collectives(start_method: str) -> None:  # C06
+def test_different_collectives(start_method: str) -> None:
+    """Case C06."""
     error = fails(different_operations, 2, start_method)
     line = different_operations.__code__.co_firstlineno
     first = str(error).split("\n", 1)[0]
@@ -341,7 +343,8 @@ def different_shapes() -> None:
         dist.all_reduce(torch.ones(5, 8))
 
 
-def test_different_shapes(start_method: str) -> None:  # C07
+def test_different_shapes(start_method: str) -> None:
+    """Case C07."""
     error = fails(different_shapes, 2, start_method)
     line = different_shapes.__code__.co_firstlineno
     first = str(error).split("\n", 1)[0]
@@ -359,7 +362,8 @@ def rank_2_is_late(seconds: float) -> int:
     return state.process_index
 
 
-def test_a_late_rank_is_called_late_and_left_alone(start_method: str) -> None:  # C08
+def test_a_late_rank_is_called_late_and_left_alone(start_method: str) -> None:
+    """Case C08."""
     launch = notebook_launcher(
         rank_2_is_late, (1.5,), num_processes=3, start_method=start_method, block=False, dashboard=False
     )
@@ -371,39 +375,6 @@ def test_a_late_rank_is_called_late_and_left_alone(start_method: str) -> None:  
     assert late, said
     assert {verdict.ranks for verdict in late} == {(2,)}
     assert {verdict.kind for verdict in said} <= {"starting", "well", "late", "finished", "unknown"}
-
-
-# In the notebook
-
-
-CELL = """
-def inner(x):
-    return x["missing"]  # the guilty line
-
-def train():
-    rank = int(os.environ["RANK"])
-    if rank == 1:
-        try:
-            inner({})
-        except KeyError as error:
-            raise ValueError("boom") from error
-    nbstate.PartialState().wait_for_everyone()
-"""
-
-
-def test_the_notebook_shows_the_cells_source(kernel: RealKernel) -> None:
-    number = kernel.good(CELL).number
-    reply = kernel.run("nbstate.notebook_launcher(train, num_processes=2, dashboard=False)")
-    text = reply.traceback
-    assert text.startswith("RankError: rank 1 raised ValueError: boom")
-    assert f"Cell In[{number}], line 2, in inner\n" in text
-    assert '----> 2     return x["missing"]  # the guilty line\n' in text
-    assert '---> 10             raise ValueError("boom") from error\n' in text
-    assert "      1 def inner(x):\n" in text
-    assert "direct cause" in text
-    assert "ValueError: boom" in text
-    assert "nbstate/" not in text
-    assert "\nMeanwhile:\n  rank 0 " in text
 
 
 # How fast

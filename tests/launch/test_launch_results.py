@@ -163,9 +163,9 @@ def launch_inside() -> None:
     notebook_launcher(environment, num_processes=2)
 
 
-def test_a_launch_inside_a_rank_is_refused() -> None:  # C28
+def test_a_launch_inside_a_rank_is_refused(start_method: str) -> None:  # C28
     with pytest.raises(RankError, match="only the notebook itself can launch ranks") as caught:
-        notebook_launcher(launch_inside, num_processes=2)
+        notebook_launcher(launch_inside, num_processes=1, start_method=start_method)
     assert caught.value.cause_type == NestedLaunchError.__name__
 
 

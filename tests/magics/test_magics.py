@@ -199,7 +199,14 @@ def test_output_and_dashboard_are_shown(notebook: RealKernel) -> None:
         ("%%launch", ("Run the cell's body in N ranks", "-n N, --num-processes N", "{no,fp16,bf16,fp8}", "results")),
         (
             "%nbstate",
-            ("Show this kernel's states, its devices, and the last launch", "[doctor ...]", "Examine this kernel"),
+            (
+                "Show this kernel's states, its devices, and the last launch",
+                "``%nbstate doctor`` examines the kernel",
+                "``%nbstate stacks`` shows where each rank",
+                "``%nbstate diagnose`` says what is wrong",
+                "--native",
+                "What to show instead of the overview.",
+            ),
         ),
     ],
 )
@@ -216,6 +223,10 @@ def test_magics_explain_themselves(notebook: RealKernel, magic: str, words: tupl
 def test_the_overview_says_what_is_there_and_builds_nothing(own_kernel: RealKernel) -> None:
     kernel = own_kernel
     kernel.good("%load_ext nbstate\nimport nbstate")
+    for word in ("stacks", "diagnose"):
+        assert kernel.good(f"%nbstate {word}").stderr.endswith(
+            f"%nbstate {word}: this kernel has launched nothing yet\n"
+        )
     for _ in range(2):
         rows = overview(kernel)
         assert rows["PartialState"] == rows["AcceleratorState"] == rows["GradientState"] == "not built"
@@ -243,6 +254,7 @@ def overview(kernel: RealKernel) -> dict[str, str]:
 
 
 def test_the_doctor_examines_the_kernel_and_leaves_nothing(notebook: RealKernel) -> None:
+    notebook.good("from nbstate import last_launch\nbefore = last_launch()")
     processes = {process.pid for process in notebook.descendants()}
     reply = notebook.good("%nbstate doctor")
     [shown] = reply.displays
@@ -264,6 +276,7 @@ def test_the_doctor_examines_the_kernel_and_leaves_nothing(notebook: RealKernel)
         assert f">{label}</th>" in html
     assert reply.stdout == reply.stderr == ""
     assert {process.pid for process in notebook.descendants()} == processes
+    assert notebook.good("last_launch() is before").result == "True"
 
 
 def test_the_doctor_names_the_cell_that_spoilt_the_kernel(notebook: RealKernel) -> None:  # C23
@@ -279,8 +292,50 @@ def test_the_doctor_names_the_cell_that_spoilt_the_kernel(notebook: RealKernel) 
 
 @pytest.mark.parametrize("words", ["docter", "doctor now", "Doctor"])
 def test_an_unknown_word_is_a_usage_error_that_lists_the_accepted_ones(notebook: RealKernel, words: str) -> None:
-    said = f"UsageError: %nbstate: {words!r} is not known; accepted: doctor, or nothing\n"
+    said = f"UsageError: %nbstate: {words!r} is not known; accepted: doctor, stacks, diagnose, or nothing\n"
     _starts_nothing(notebook, f"%nbstate {words}", said)
+
+
+def test_stacks_and_diagnosis_of_a_launch_beside_the_notebook(notebook: RealKernel, start_method: str) -> None:
+    cell = notebook.good(
+        "import time\n"
+        "def waits(seconds):\n"
+        "    state = nbstate.PartialState()\n"
+        "    if state.process_index == 1:\n"
+        "        time.sleep(seconds)\n"
+        "    state.wait_for_everyone()\n"
+        f"launch = nbstate.notebook_launcher(waits, (60,), num_processes=3, start_method={start_method!r}, block=False,"
+        " dashboard=False)"
+    )
+    here = f"In[{cell.number}]"
+    notebook.good("while sum(rank.board.in_barrier for rank in launch.ranks) < 2: time.sleep(0.01)")
+    shown = notebook.good("%nbstate stacks").displays[-1]
+    blocks = shown["text/plain"].split("\n\n")
+    assert [block.split("\n")[0] for block in blocks] == [
+        "ranks 0 and 2 (MainThread), innermost call first:",
+        "rank 1 (MainThread), innermost call first:",
+    ]
+    assert f"\n  {here}, line 6, in waits\n      state.wait_for_everyone()" in blocks[0]
+    assert f"\n  {here}, line 5, in waits\n      time.sleep(seconds)" in blocks[1]
+    assert f"{here}, line 5, in waits" in shown["text/html"]
+    found = notebook.good("time.sleep(0.6)\n%nbstate diagnose").displays[-1]["text/plain"]
+    assert "rank 1" in found.split("\n")[0]
+    assert f"{here}, line 5" in found
+    assert value(notebook, "launch.done") is False
+    notebook.good("launch.stop(); launch.wait()")
+    assert notebook.good("%nbstate stacks").displays[-1]["text/plain"] == "no stack of ranks 0 to 2: ended"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("doctor --native", "--native goes with stacks only"),
+        ("--native", "--native goes with stacks only"),
+        ("stacks diagnose", "'stacks diagnose' is not known; accepted: doctor, stacks, diagnose, or nothing"),
+    ],
+)
+def test_words_that_do_not_go_together_are_a_usage_error(notebook: RealKernel, line: str, said: str) -> None:
+    _starts_nothing(notebook, f"%nbstate {line}", f"UsageError: %nbstate: {said}\n")
 
 
 def test_loading_warms_the_fork_server_and_unloading_takes_the_magics_away(own_kernel: RealKernel) -> None:

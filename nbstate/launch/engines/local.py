@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import multiprocess
+import multiprocess.util
 
 from nbstate.errors import LaunchError
 from nbstate.launch import bootstrap
