@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nbstate.errors import (
         ArgumentTypeError,
         ArgumentValueError,
+        CheckpointError,
         ForkUnsafeError,
         LaunchError,
         LaunchStoppedError,
@@ -36,26 +37,55 @@ if TYPE_CHECKING:
     from nbstate.launch.doctor import preflight
     from nbstate.launch.launch import Launch, last_launch
     from nbstate.launch.launcher import notebook_launcher
-    from nbstate.state import AcceleratorState, DistributedType, GradientState, PartialState
-    from nbstate.training import Accelerator, DataLoaderConfiguration, prepare_data_loader, skip_first_batches
+    from nbstate.state import (
+        AcceleratorState,
+        DistributedType,
+        GradientState,
+        InitProcessGroupKwargs,
+        ParallelismConfig,
+        PartialState,
+    )
+    from nbstate.training import (
+        Accelerator,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GeneralTracker,
+        GradScalerKwargs,
+        LocalSGD,
+        find_executable_batch_size,
+        prepare_data_loader,
+        skip_first_batches,
+        synchronize_rng_states,
+    )
 
 __all__ = [
     "Accelerator",
     "AcceleratorState",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "AutocastKwargs",
+    "CheckpointError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedType",
     "ForkUnsafeError",
+    "GeneralTracker",
+    "GradScalerKwargs",
     "GradientState",
+    "InitProcessGroupKwargs",
     "Launch",
     "LaunchError",
     "LaunchStoppedError",
     "LaunchTimeoutError",
+    "LocalSGD",
     "MainProcessFailedError",
     "MissingRankError",
     "NbstateError",
     "NestedLaunchError",
+    "ParallelismConfig",
     "PartialState",
     "RankError",
     "ShippingError",
@@ -64,12 +94,14 @@ __all__ = [
     "StructureError",
     "__version__",
     "errors",
+    "find_executable_batch_size",
     "last_launch",
     "load_ipython_extension",
     "notebook_launcher",
     "preflight",
     "prepare_data_loader",
     "skip_first_batches",
+    "synchronize_rng_states",
     "unload_ipython_extension",
     "utils",
 ]
@@ -81,8 +113,28 @@ _HOMES = {
     "nbstate.launch.doctor": ("preflight",),
     "nbstate.launch.launch": ("Launch", "last_launch"),
     "nbstate.launch.launcher": ("notebook_launcher",),
-    "nbstate.state": ("AcceleratorState", "DistributedType", "GradientState", "PartialState"),
-    "nbstate.training": ("Accelerator", "DataLoaderConfiguration", "prepare_data_loader", "skip_first_batches"),
+    "nbstate.state": (
+        "AcceleratorState",
+        "DistributedType",
+        "GradientState",
+        "InitProcessGroupKwargs",
+        "ParallelismConfig",
+        "PartialState",
+    ),
+    "nbstate.training": (
+        "Accelerator",
+        "AutocastKwargs",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "GeneralTracker",
+        "GradScalerKwargs",
+        "LocalSGD",
+        "find_executable_batch_size",
+        "prepare_data_loader",
+        "skip_first_batches",
+        "synchronize_rng_states",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("dashboard", "errors", "launch", "magics", "session", "state", "telemetry", "training", "utils")

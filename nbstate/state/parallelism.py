@@ -64,6 +64,16 @@ class ParallelismConfig:
         return math.prod(self.sizes.values())
 
     @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks, or groups of them, that each see their own part of the data."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Neighbouring ranks that work on the same samples together (tensor, context and sequence parallel)."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
     def shards(self) -> bool:
         """Whether the model's parameters are cut over ranks."""
         return self.dp_shard_size > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,23 +20,31 @@ from nbstate.state import (
     ParallelismConfig,
     PartialState,
 )
-from nbstate.training import arguments, parallelism, precision
+from nbstate.state.partial import planned_world_size
+from nbstate.training import arguments, clipping, fp8, parallelism, precision
 from nbstate.training.accumulation import Accumulation
 from nbstate.training.dataloader import PreparedLoader, prepare_data_loader, skip_first_batches
-from nbstate.training.exchange import Exchange
+from nbstate.training.fully_shard import FullyShardedDataParallelPlugin
 from nbstate.training.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
+from nbstate.training.layout import check_layout
+from nbstate.training.memory import release_memory
 from nbstate.training.optimizer import AcceleratedOptimizer
+from nbstate.training.project import ProjectConfiguration
+from nbstate.training.saving import Saving
 from nbstate.training.scheduler import AcceleratedScheduler
+from nbstate.training.spreading import Spread, layout_for
+from nbstate.training.tensor_parallel import TorchTensorParallelPlugin
+from nbstate.training.tracking import Tracking, check_trackers
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Exchange):
+class Accelerator(Saving, Tracking):
     """Prepares models, loaders, optimizers and schedulers for this rank, and runs their steps.
 
     Parameters
@@ -46,7 +53,7 @@ class Accelerator(Exchange):
         Move models and batches to the rank's device.
     split_batches : bool, optional
         As in ``DataLoaderConfiguration``; give one or the other.
-    mixed_precision : {"no", "fp16", "bf16"}, optional
+    mixed_precision : {"no", "fp16", "bf16", "fp8"}, optional
         What models compute in; the launch's by default.
     gradient_accumulation_steps : int
         Batches whose gradients make one optimizer step; the launch's (``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``) if
@@ -62,12 +69,21 @@ class Accelerator(Exchange):
     step_scheduler_with_optimizer : bool
         Whether prepared schedulers keep pace with the optimizer.
     kwargs_handlers : sequence, optional
-        ``DistributedDataParallelKwargs``, ``GradScalerKwargs``, ``AutocastKwargs``, ``InitProcessGroupKwargs``, each
-        at most once.
+        ``DistributedDataParallelKwargs``, ``GradScalerKwargs``, ``AutocastKwargs``, ``InitProcessGroupKwargs``,
+        ``AORecipeKwargs``, each at most once.
     parallelism_config : ParallelismConfig, optional
-        Only replication (``dp_replicate_size``) is served yet.
-    deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, log_with, project_dir, project_config, \
-dynamo_backend, dynamo_plugin, deepspeed_plugins
+        How the ranks are laid out; replicas by default.
+    fsdp_plugin : FullyShardedDataParallelPlugin, optional
+        How models are sharded; without a layout they are sharded over all ranks.
+    torch_tp_plugin : TorchTensorParallelPlugin, optional
+        By which plan layers are cut.
+    log_with : str, GeneralTracker, or a sequence of these, optional
+        What ``log`` hands measurements to: "tensorboard", or trackers of your own.
+    project_dir : path, optional
+        Where checkpoints and logs go; or say more by ``project_config``.
+    project_config : ProjectConfiguration, optional
+        Where they go, and how checkpoints are named and kept.
+    deepspeed_plugin, megatron_lm_plugin, dynamo_backend, dynamo_plugin, deepspeed_plugins
         Not served yet: anything but None raises NotImplementedError.
 
     Examples
@@ -99,13 +115,13 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[Any] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
-        project_config: Any = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] | None = None,
@@ -116,30 +132,24 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
     ) -> None:
         arguments.refuse_unserved(
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
         )
-        parallelism.check_parallelism(parallelism_config)
         handlers = arguments.sort_handlers(kwargs_handlers)
         plugin = arguments.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.dataloader_config = arguments.loader_configuration(split_batches, dataloader_config)
-        precision.check_precision(str(mixed_precision))
+        precision.check_precision(mixed_precision, cpu)
+        self.log_with = check_trackers(log_with)
+        self.trackers = []
 
         group = handlers.get(InitProcessGroupKwargs)
-        self.state = AcceleratorState(
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            parallelism_config=parallelism_config,
-            **(group.to_kwargs() if group else {}),
-        )
-        precision.check_precision(self.mixed_precision)
+        options = group.to_kwargs() if group else {}
+        layout = layout_for(parallelism_config, fsdp_plugin, torch_tp_plugin, planned_world_size(options))
+        check_layout(layout, cpu)
+        self.spread = Spread(handlers.get(DistributedDataParallelKwargs), fsdp_plugin, torch_tp_plugin)
+        self.state = AcceleratorState(mixed_precision=mixed_precision, cpu=cpu, parallelism_config=layout, **options)
         self._process = PartialState()
         self.gradient_state = GradientState(plugin)
         if not (self.sync_gradients or self.gradient_state.in_dataloader):
@@ -148,9 +158,11 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(DistributedDataParallelKwargs)
+        self.ddp_handler = self.spread.ddp
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
+        self.fp8_recipe: fp8.AORecipeKwargs | None = handlers.get(fp8.AORecipeKwargs)
         self.scaler = precision.grad_scaler(self.mixed_precision, self.device, handlers.get(GradScalerKwargs))
+        self._begin_saving(arguments.project_configuration(project_dir, project_config))
         self.step = 0
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
@@ -238,12 +250,13 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         for known in self._models:
             if model is known or model is parallelism.extract_model_from_parallel(known, keep_torch_compile=False):
                 return known
-        if self.device_placement if device_placement is None else device_placement:
-            model = model.to(self.device)
         own = parallelism.extract_model_from_parallel(model, keep_torch_compile=False)
+        if self.mixed_precision == "fp8":
+            fp8.convert(own, self.fp8_recipe)
         precision.wrap_forward(own, self.mixed_precision, self.device, self.autocast_handler)
-        if not evaluation_mode:
-            model = parallelism.wrap_model(model, self._process, self.ddp_handler)
+        place = self.device_placement if device_placement is None else device_placement
+        model = self.spread.model(model, self.state, place, training=not evaluation_mode)
+        self.spread.optimizers(self._optimizers)
         self._models.append(model)
         return model
 
@@ -264,6 +277,7 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
             use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
         )
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)
@@ -353,12 +367,12 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
     ) -> torch.Tensor:
         """Scale gradients down so that their common norm is at most ``max_norm``; returns the norm before."""
         self.unscale_gradients()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return clipping.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut every gradient to at most ``clip_value`` in size."""
         self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        clipping.clip_grad_value_(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """A context that computes in the mixed precision, for what a prepared model's forward does not cover."""
@@ -392,11 +406,7 @@ dynamo_backend, dynamo_plugin, deepspeed_plugins
         self.step = 0
         count = len(objects)
         del objects
-        gc.collect()
-        if self.device.type != "cpu":
-            empty_cache = getattr(getattr(torch, self.device.type, None), "empty_cache", None)
-            if empty_cache is not None:
-                empty_cache()
+        release_memory()
         return [None] * count
 
     clear = free_memory

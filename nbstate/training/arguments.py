@@ -8,17 +8,25 @@ from typing import Any, Final
 
 from nbstate.errors import ArgumentTypeError, ArgumentValueError
 from nbstate.state import GradientAccumulationPlugin, InitProcessGroupKwargs
+from nbstate.training.fp8 import AORecipeKwargs
 from nbstate.training.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
+from nbstate.training.project import ProjectConfiguration
 
-__all__ = ["accumulation_plugin", "loader_configuration", "refuse_unserved", "sort_handlers"]
+__all__ = ["accumulation_plugin", "loader_configuration", "project_configuration", "refuse_unserved", "sort_handlers"]
 
 _STEPS_VARIABLE: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_HANDLERS: Final = (DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, AutocastKwargs)
+_HANDLERS: Final = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    AutocastKwargs,
+    AORecipeKwargs,
+)
 
 
 def refuse_unserved(**arguments: Any) -> None:
@@ -68,4 +76,17 @@ def loader_configuration(split: bool | None, config: DataLoaderConfiguration | N
         return DataLoaderConfiguration(split_batches=bool(split))
     if split is not None and split != config.split_batches:
         raise ArgumentValueError("split_batches contradicts dataloader_config; give it there alone.")
+    return config
+
+
+def project_configuration(
+    folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """One configuration out of two arguments."""
+    if config is None:
+        return ProjectConfiguration(folder)
+    if folder is not None and config.project_dir not in (None, folder):
+        raise ArgumentValueError("project_dir contradicts project_config; give it there alone.")
+    if folder is not None:
+        config.set_directories(folder)
     return config

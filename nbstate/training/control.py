@@ -101,7 +101,7 @@ class StateView(ProcessControl):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders keep their own position; not served yet."""
+        """Whether loaders are torchdata's."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property

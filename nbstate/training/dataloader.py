@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -15,30 +15,13 @@ from nbstate.errors import ArgumentTypeError, ArgumentValueError
 from nbstate.state import PartialState
 from nbstate.training import sampling
 from nbstate.training.dispatch import DispatchedLoader
+from nbstate.training.layout import data_place
+from nbstate.training.position import Position
 from nbstate.training.prepared import PreparedLoader
 from nbstate.training.randomness import agree_on_seed
+from nbstate.training.rebuilding import is_stateful, rebuild_loader, without_first
 
 __all__ = ["DispatchedLoader", "PreparedLoader", "prepare_data_loader", "skip_first_batches"]
-
-_CARRIED: Final = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
-def _rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A loader like another, but for some arguments."""
-    arguments = {name: getattr(loader, name) for name in _CARRIED}
-    if hasattr(loader, "in_order"):
-        arguments["in_order"] = loader.in_order
-    return DataLoader(**{"dataset": loader.dataset, **arguments, **changes})
 
 
 @dataclass(frozen=True)
@@ -51,6 +34,7 @@ class _Sharing:
     even: bool
     dispatched: bool
     seed: int | None
+    stateful: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -65,39 +49,45 @@ def _batches_of(loader: DataLoader[Any]) -> Any:
     return loader.batch_sampler
 
 
-def _shuffle_alike(indices: Any, seed: int | None) -> Any:
-    """The same sampler or batch sampler, but if it shuffles, every rank sees one order."""
+def _shuffle_alike(indices: Any, sharing: _Sharing) -> Any:
+    """The same sampler or batch sampler, but if it shuffles, every rank sees one order, and it can be had again."""
     if hasattr(indices, "generator"):
-        return sampling.AgreedSampler(indices, seed)
+        return sampling.AgreedSampler(indices, sharing.seed, sharing.sharded)
     if not hasattr(getattr(indices, "sampler", None), "generator"):
         return indices
     agreed = copy.copy(indices)
-    agreed.sampler = sampling.AgreedSampler(indices.sampler, seed)
+    agreed.sampler = sampling.AgreedSampler(indices.sampler, sharing.seed, sharing.sharded)
     return agreed
 
 
 def _share_indices(loader: DataLoader[Any], sharing: _Sharing) -> DataLoader[Any]:
-    if sharing.seed is None and not sharing.sharded:
+    if not (sharing.sharded or sharing.stateful) and sharing.seed is None and type(loader) is not DataLoader:
+        # A class of the user's own cannot be made anew, and here need not be.
         return loader
     batches = _batches_of(loader)
-    indices = _shuffle_alike(loader.sampler if batches is None else batches, sharing.seed)
+    own = loader.sampler if batches is None else batches
+    indices = _shuffle_alike(own, sharing)
     if sharing.sharded:
         indices = sampling.ShardedBatchSampler(indices, sharing.ranks, sharing.index, sharing.split, sharing.even)
+    if indices is own and (is_stateful(loader) or not sharing.stateful):
+        return loader
     if loader.batch_sampler is None:
-        return _rebuild(loader, sampler=indices, batch_size=None)
-    return _rebuild(loader, batch_sampler=indices)
+        return rebuild_loader(loader, sharing.stateful, sampler=indices, batch_size=None)
+    return rebuild_loader(loader, sharing.stateful, batch_sampler=indices)
 
 
 def _share_stream(loader: DataLoader[Any], sharing: _Sharing) -> DataLoader[Any]:
     if not sharing.sharded:
-        return loader
+        if is_stateful(loader) or not sharing.stateful:
+            return loader
+        return rebuild_loader(loader, True, batch_size=loader.batch_size, drop_last=loader.drop_last)
     size = loader.batch_size
     if size is not None and sharing.split:
         size //= sharing.ranks
     part = sampling.ShardedIterable(
         loader.dataset, size or 1, loader.drop_last, sharing.ranks, sharing.index, sharing.even
     )
-    return _rebuild(loader, dataset=part, batch_size=size, drop_last=loader.drop_last)
+    return rebuild_loader(loader, sharing.stateful, dataset=part, batch_size=size, drop_last=loader.drop_last)
 
 
 def prepare_data_loader(
@@ -114,6 +104,7 @@ def prepare_data_loader(
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
 ) -> PreparedLoader:
     """Make a loader that gives this rank its part.
 
@@ -125,10 +116,12 @@ def prepare_data_loader(
     device : torch.device, optional
         Where batches go if ``put_on_device``; the state's device by default.
     num_processes, process_index : int, optional
-        World size and rank; the state's by default.
+        How many parts there are, and which is this rank's; by default the world size and the rank, or what the
+        layout says where several ranks share their samples.
     put_on_device : bool
         Move batches to the device.
-    split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking
+    split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking, \
+use_stateful_dataloader
         As in ``DataLoaderConfiguration``.
     rng_types : sequence of str, optional
         Random states to synchronise at the start of each iteration, besides the shuffle, which always agrees.
@@ -147,9 +140,9 @@ def prepare_data_loader(
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
-    state = PartialState()
-    ranks = state.num_processes if num_processes is None else num_processes
-    index = state.process_index if process_index is None else process_index
+    state, place = PartialState(), data_place()
+    ranks = place.parts if num_processes is None else num_processes
+    index = place.index if process_index is None else process_index
     if device is None:
         device = state.device
     batches, iterable = _batches_of(dataloader), isinstance(dataloader.dataset, IterableDataset)
@@ -177,7 +170,7 @@ def prepare_data_loader(
     if use_seedable_sampler:
         seed = agree_on_seed(torch.initial_seed() % 2**63 if data_seed is None else data_seed, state)
     dispatched = ranks > 1 and (iterable if dispatch_batches is None else dispatch_batches)
-    sharing = _Sharing(ranks, index, split_batches, even_batches, dispatched, seed)
+    sharing = _Sharing(ranks, index, split_batches, even_batches, dispatched, seed, use_stateful_dataloader)
     base = (_share_stream if iterable else _share_indices)(dataloader, sharing)
     if dispatched:
         reads = 1 if split_batches else ranks
@@ -205,12 +198,21 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             raise ArgumentTypeError(
                 "Only a prepared loader can skip batches of data without indices; prepare it first."
             )
-        return _rebuild(dataloader, batch_sampler=sampling.SkipBatchSampler(dataloader.batch_sampler, num_batches))
+        rest = sampling.SkipBatchSampler(dataloader.batch_sampler, num_batches)
+        return rebuild_loader(dataloader, batch_sampler=rest)
     skipping = copy.copy(dataloader)
-    batches = num_batches * (dataloader.reads if isinstance(dataloader, DispatchedLoader) else 1)
-    base = dataloader.base_dataloader
-    if base.batch_sampler is None or isinstance(base.dataset, IterableDataset):
-        skipping.skip_batches = dataloader.skip_batches + batches
+    skipping.skipped += num_batches
+    batches, keep = num_batches, 0
+    if isinstance(dataloader, DispatchedLoader):
+        batches *= dataloader.reads
+        keep = dataloader.reads if dataloader.fills else 0
+    shorter = without_first(dataloader.base_dataloader, batches, keep)
+    if shorter is None:
+        skipping.skip_batches += batches
     else:
-        skipping.base_dataloader = _rebuild(base, batch_sampler=sampling.SkipBatchSampler(base.batch_sampler, batches))
+        skipping.base_dataloader = shorter
+    if (pending := dataloader._resume) is not None:
+        # The caller counts for itself. What it gets is that epoch, so the given loader goes on with the next.
+        skipping._resume = Position(pending.epoch, order=pending.order)
+        dataloader.set_epoch(pending.epoch + 1)
     return skipping

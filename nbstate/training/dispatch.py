@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from nbstate.errors import ArgumentTypeError, MainProcessFailedError
 from nbstate.state import PartialState
 from nbstate.training.containers import batch_size_of, concatenate, map_leaves, pad_rows, send_to_device, slice_rows
+from nbstate.training.layout import data_place
 from nbstate.training.prepared import PreparedLoader
 
 __all__ = ["DispatchedLoader"]
@@ -68,16 +69,24 @@ class DispatchedLoader(PreparedLoader):
         super().__init__(base_dataloader, **common)
         self.reads = reads
         self.slice_function = slice_function
-        self._last_real = -1
+        self._last_real = self._last_rows = -1
 
     def __len__(self) -> int:
         batches = len(self.base_dataloader)
         return batches // self.reads if self.drop_last else -(-batches // self.reads)
 
-    def _batches(self) -> Iterator[Any]:
-        state = PartialState()
-        index, ranks = state.process_index, state.num_processes
-        source = self._global_batches(ranks) if state.is_main_process else None
+    def set_even_batches(self, even: bool) -> bool:
+        """Say whether a short last global batch is filled up; returns what it was before."""
+        before, self.fills = self.fills, even
+        return before
+
+    def _keeps_inner(self) -> bool:
+        return super()._keeps_inner() and PartialState().is_main_process
+
+    def _batches(self, skip: int) -> Iterator[Any]:
+        state, place = PartialState(), data_place()
+        index, ranks = place.index, place.parts
+        source = self._global_batches(ranks, skip) if state.is_main_process else None
         while True:
             batch, message = self._next_message(source) if source is not None else (None, None)
             message = self._tell(message)
@@ -87,6 +96,7 @@ class DispatchedLoader(PreparedLoader):
                 return
             batch = self._exchange(message.skeleton, batch, state.device)
             self._last_real = message.real
+            self._last_rows = message.rows * ranks
             mine = slice(index * message.rows, (index + 1) * message.rows)
             if not self.fills and mine.start >= message.real:
                 continue
@@ -137,13 +147,17 @@ class DispatchedLoader(PreparedLoader):
 
         return map_leaves(one, batch)
 
-    def _global_batches(self, ranks: int) -> Iterator[tuple[Any, int, int]]:
+    def _global_batches(self, ranks: int, skip: int) -> Iterator[tuple[Any, int, int]]:
         """Global batches with the rows of one rank's part and the number of real rows."""
-        source = super()._batches()
+        skip *= self.reads
+        # What fills up the end comes from the beginning of the epoch, also if that is skipped.
+        keep = self.reads if self.fills and (skip or self.skipped) else 0
+        source = self._read(skip, keep)
         whole = self.total_batch_size
-        first: Any = None
+        kept = list(itertools.islice(source, keep))
+        first: Any = _joined(kept) if kept else None
         while parts := list(itertools.islice(source, self.reads)):
-            batch = parts[0] if len(parts) == 1 else concatenate(parts)
+            batch = _joined(parts)
             real = batch_size_of(batch)
             if real is None:
                 raise ArgumentTypeError("A dispatched batch holds no tensor, so it cannot be split among ranks.")
@@ -161,6 +175,12 @@ class DispatchedLoader(PreparedLoader):
         return -1
 
     def _reach_end(self) -> None:
-        whole = self.total_batch_size
-        self.remainder = self._last_real if whole is None or self._last_real < whole else 0
-        super()._reach_end()
+        whole = self.total_batch_size or self._last_rows
+        self.remainder = self._last_real if self._last_real < whole else 0
+        self.filled_rows = self._last_rows
+        self.end_of_dataloader = True
+        self.gradient_state._publish()
+
+
+def _joined(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else concatenate(parts)

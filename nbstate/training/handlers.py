@@ -9,6 +9,7 @@ from typing import Any
 
 from nbstate.errors import ArgumentTypeError
 from nbstate.state.kinds import Settings
+from nbstate.training.rebuilding import stateful_loader
 
 __all__ = [
     "AutocastKwargs",
@@ -128,7 +129,8 @@ class DataLoaderConfiguration:
     non_blocking : bool
         Copy to the device beside the computation (needs pinned memory).
     use_stateful_dataloader : bool
-        Not served yet.
+        Use torchdata's loader, which also keeps the state of datasets and workers that have one. Without it loaders
+        keep their position by counting batches.
     """
 
     split_batches: bool = False
@@ -141,4 +143,5 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         if self.use_stateful_dataloader:
-            raise NotImplementedError("DataLoaderConfiguration(use_stateful_dataloader=True) is not served yet.")
+            # Said here, not in the middle of ``prepare``, when other ranks wait.
+            stateful_loader()

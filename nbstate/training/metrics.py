@@ -42,7 +42,7 @@ def drop_filling(data: Any, state: GradientState, objects: bool = False) -> Any:
     loader = state.active_dataloader
     if not getattr(loader, "fills", True):
         return data
-    whole = getattr(loader, "total_batch_size", None)
+    whole = getattr(loader, "total_batch_size", None) or getattr(loader, "filled_rows", None)
     if objects:
         return data[: _rows_to_keep(len(data), real, whole)]
     return map_leaves(lambda leaf, _: leaf[: _rows_to_keep(leaf.shape[0], real, whole)], data)

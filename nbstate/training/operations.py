@@ -2,13 +2,13 @@
 
 Every function is to be called on all ranks. Alone (one process) each returns what a world of one would.
 
-Ranks must hand in the same structure with the same shapes. When the state's ``debug`` is set this is checked first,
-and a mismatch raises ``StructureError`` on every rank with what each one had; otherwise it is left to the backend,
-since the check costs a collective.
+Ranks must hand in the same structure with the same shapes and dtypes. If they do not, ``StructureError`` is raised on
+every one of them, with what each had (see ``agreement``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from nbstate.errors import ArgumentValueError, StructureError
 from nbstate.state import PartialState
+from nbstate.training.agreement import agree, all_objects, describe, pack, unpack
 from nbstate.training.containers import leaves, map_leaves
+from nbstate.training.layout import data_place
 
 __all__ = [
     "broadcast",
@@ -40,24 +42,20 @@ def _tensor(leaf: Any, path: str, operation: str) -> torch.Tensor:
     )
 
 
-def _check(state: PartialState, data: Any, operation: str) -> None:
-    if not state.debug:
-        return
-    mine = [
-        (path, tuple(leaf.shape), str(leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else (path, type(leaf).__name__, "")
-        for path, leaf in leaves(data)
-    ]
-    everyones: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(everyones, mine)
-    if all(other == mine for other in everyones):
-        return
-    rows = [
-        f"  rank {rank}: " + (", ".join(f"{path} {shape} {dtype}".strip() for path, shape, dtype in what) or "nothing")
-        for rank, what in enumerate(everyones)
-    ]
-    raise StructureError("\n".join([f"Ranks called {operation} with different structures:", *rows]))
+def _all(state: PartialState, data: Any, operation: str) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """This rank's tensors, and every rank's bytes if they are few; raises on all ranks where they do not match."""
+    found = list(leaves(data))
+    tensors = [_rows(leaf) for _, leaf in found if isinstance(leaf, torch.Tensor)]
+    block = agree(state, operation, describe(data), pack(tensors, state.device))
+    for path, leaf in found:
+        _tensor(leaf, path, operation)
+    return tensors, block
+
+
+def _rebuilt(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The same containers with other tensors, in the order of the walk."""
+    following = iter(tensors)
+    return map_leaves(lambda leaf, path: next(following), data)
 
 
 def _together(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +69,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim else tensor[None]
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: Any, once: bool = False) -> Any:
     """Collect tensors from every rank, joined along dimension 0 in rank order.
 
     Parameters
@@ -79,6 +77,8 @@ def gather(tensor: Any) -> Any:
     tensor
         A tensor or nested containers of them, of the same shapes on every rank. A tensor without dimensions counts as
         one of shape (1,).
+    once : bool
+        Of ranks that share their samples (one tensor-parallel group) take one.
 
     Returns
     -------
@@ -88,26 +88,26 @@ def gather(tensor: Any) -> Any:
     Raises
     ------
     StructureError
-        (a TypeError) A leaf is not a tensor; or, with ``debug``, the ranks' structures differ.
+        (a TypeError) A leaf is not a tensor, or the ranks' structures differ; on every rank.
     """
     state = PartialState()
     if state.num_processes == 1:
         return map_leaves(lambda leaf, path: _rows(_tensor(leaf, path, "gather")), tensor)
-    _check(state, tensor, "gather")
-
-    def one(leaf: Any, path: str) -> torch.Tensor:
-        return _together(state, _rows(_tensor(leaf, path, "gather"))).flatten(0, 1)
-
-    return map_leaves(one, tensor)
+    step = data_place().group if once else 1
+    mine, block = _all(state, tensor, "gather")
+    together = unpack(block, mine) if block is not None else (_together(state, value) for value in mine)
+    return _rebuilt(tensor, (value[::step].flatten(0, 1) for value in together))
 
 
-def gather_object(object: Any) -> list[Any]:
+def gather_object(object: Any, once: bool = False) -> list[Any]:
     """Collect picklable objects from every rank in rank order.
 
     Parameters
     ----------
     object
         A list or tuple (its items are joined into one list), or any other object (taken as one item).
+    once : bool
+        Of ranks that share their samples (one tensor-parallel group) take one.
 
     Examples
     --------
@@ -119,9 +119,9 @@ def gather_object(object: Any) -> list[Any]:
     items = list(object) if isinstance(object, list | tuple) else [object]
     if state.num_processes == 1:
         return items
-    everyones: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(everyones, items)
-    return [item for part in everyones for item in part]
+    everyones = all_objects(state, items, "gather_object")
+    step = data_place().group if once else 1
+    return [item for part in everyones[::step] for item in part]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -135,23 +135,24 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         The rank whose values go out.
     """
     state = PartialState()
-    if state.num_processes > 1:
-        _check(state, tensor, "broadcast")
+    if state.num_processes == 1:
+        return map_leaves(lambda leaf, path: _tensor(leaf, path, "broadcast"), tensor)
+    mine, block = _all(state, tensor, "broadcast")
+    told = unpack(block, mine) if block is not None else None
 
-    def one(leaf: Any, path: str) -> torch.Tensor:
-        value = _tensor(leaf, path, "broadcast")
-        if state.num_processes == 1:
-            return value
-        if value.is_contiguous():
-            dist.broadcast(value.detach(), src=from_process)
-            return value
-        copy = value.detach().contiguous()
-        dist.broadcast(copy, src=from_process)
-        with torch.no_grad():
-            value.copy_(copy)
-        return value
+    def fill(index: int, leaf: torch.Tensor) -> torch.Tensor:
+        sent = leaf.detach()
+        if told is not None:
+            sent.copy_(told[index][from_process].reshape(leaf.shape))
+        elif sent.is_contiguous():
+            dist.broadcast(sent, src=from_process)
+        else:
+            copy = sent.contiguous()
+            dist.broadcast(copy, src=from_process)
+            sent.copy_(copy)
+        return leaf
 
-    return map_leaves(one, tensor)
+    return _rebuilt(tensor, (fill(index, leaf) for index, (_, leaf) in enumerate(leaves(tensor))))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -160,7 +161,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Parameters
     ----------
     object_list : list
-        Of the same length on every rank; its entries are replaced.
+        Its entries are replaced.
     from_process : int
         The rank whose objects go out.
 
@@ -170,7 +171,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         The same list.
     """
     if PartialState().num_processes > 1:
-        dist.broadcast_object_list(object_list, src=from_process)
+        # As one object: then nothing depends on how long the others' lists are.
+        box = [list(object_list)]
+        dist.broadcast_object_list(box, src=from_process)
+        object_list[:] = box[0]
     return object_list
 
 
@@ -194,20 +198,33 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction not in _REDUCTIONS:
         raise ArgumentValueError(f"reduction is one of {', '.join(map(repr, _REDUCTIONS))}, not {reduction!r}.")
     state = PartialState()
-    alone = state.num_processes == 1 or reduction == "none"
-    if not alone:
-        _check(state, tensor, "reduce")
+    if state.num_processes == 1 or reduction == "none":
+        values = [_tensor(leaf, path, "reduce") for path, leaf in leaves(tensor)]
+        totals: Iterable[torch.Tensor] = [value.detach().clone() for value in values]
+    else:
+        mine, block = _all(state, tensor, "reduce")
+        values = [leaf for _, leaf in leaves(tensor)]
+        totals = _sums(mine, block)
 
-    def one(leaf: Any, path: str) -> torch.Tensor:
-        value = _tensor(leaf, path, "reduce")
-        total = value.detach().clone(memory_format=torch.contiguous_format)
-        if not alone:
-            dist.all_reduce(total)
+    def finish(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        total = total.reshape(value.shape)
         if reduction == "mean":
             total = total / state.num_processes
         return total if scale == 1.0 else total * scale
 
-    return map_leaves(one, tensor)
+    return _rebuilt(tensor, (finish(total, value) for total, value in zip(totals, values, strict=True)))
+
+
+def _sums(mine: Sequence[torch.Tensor], block: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    if block is not None:
+        for value, everyones in zip(mine, unpack(block, mine), strict=True):
+            # A sum of small whole numbers would widen them, and bool has none.
+            yield everyones.any(0) if value.dtype is torch.bool else everyones.sum(0, dtype=value.dtype)
+        return
+    for value in mine:
+        total = value.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        yield total
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -225,20 +242,28 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         Fill before the values, not after.
     """
     state = PartialState()
+    if state.num_processes == 1:
+        return map_leaves(lambda leaf, path: _tensor(leaf, path, "pad_across_processes"), tensor)
+    found = list(leaves(tensor))
+    values = [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
+    sizes = torch.tensor([value.shape[dim] if _has(value, dim) else 0 for value in values], dtype=torch.int64)
+    block = agree(state, "pad_across_processes", describe(tensor, shapes=False), pack([sizes], state.device))
+    for path, leaf in found:
+        _tensor(leaf, path, "pad_across_processes")
+    everyones = unpack(block, [sizes])[0] if block is not None else _together(state, sizes.to(state.device))
+    longest = everyones.amax(0).tolist() if values else []
 
-    def one(leaf: Any, path: str) -> torch.Tensor:
-        value = _tensor(leaf, path, "pad_across_processes")
-        if state.num_processes == 1 or not -value.ndim <= dim < value.ndim:
+    def pad(value: torch.Tensor, length: int) -> torch.Tensor:
+        if not _has(value, dim) or value.shape[dim] == length:
             return value
-        size = torch.tensor([value.shape[dim]], device=state.device)
-        longest = int(_together(state, size).max())
-        have = value.shape[dim]
-        if have == longest:
-            return value
-        shape = list(value.shape)
-        shape[dim] = longest
+        have, shape = value.shape[dim], list(value.shape)
+        shape[dim] = length
         padded = value.new_full(shape, pad_index)
-        padded.narrow(dim, longest - have if pad_first else 0, have).copy_(value)
+        padded.narrow(dim, length - have if pad_first else 0, have).copy_(value)
         return padded
 
-    return map_leaves(one, tensor)
+    return _rebuilt(tensor, map(pad, values, longest))
+
+
+def _has(value: torch.Tensor, dim: int) -> bool:
+    return -value.ndim <= dim < value.ndim

@@ -12,6 +12,7 @@ from nbstate.telemetry import probe
 from nbstate.training.containers import send_to_device
 from nbstate.training.parallelism import reduce_on_xla
 from nbstate.training.precision import LossScaler
+from nbstate.training.succession import follow
 
 __all__ = ["AcceleratedOptimizer"]
 
@@ -43,6 +44,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.gradient_state = GradientState()
         self._skipped = False
+        follow(optimizer)
         if device_placement:
             _move_state(optimizer)
 

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: data parallel now, with room for what shards it."""
+"""Data parallelism: how replicas are wrapped and unwrapped, and when their gradients go out."""
 
 from __future__ import annotations
 
@@ -10,36 +10,21 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nbstate.state import DistributedType, GradientState, ParallelismConfig, PartialState
+from nbstate.state import DistributedType, GradientState, PartialState
+from nbstate.training.fully_shard import is_sharded
 from nbstate.training.handlers import DistributedDataParallelKwargs
 from nbstate.training.precision import unwrap_forward
 
 __all__ = [
     "Unsynchronised",
-    "check_parallelism",
     "extract_model_from_parallel",
     "reduce_on_xla",
     "trigger_sync",
     "wrap_model",
 ]
 
-_SERVED_LATER: Final = {
-    "dp_shard": "sharding of parameters (FSDP)",
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "sp": "sequence parallelism",
-}
-
-
-def check_parallelism(config: ParallelismConfig | None) -> None:
-    """Refuse axes of a layout that no model can be spread over yet."""
-    if config is None:
-        return
-    for axis, feature in _SERVED_LATER.items():
-        if config.sizes[axis] > 1:
-            raise NotImplementedError(
-                f"Accelerator(parallelism_config=...) with {axis}_size > 1: {feature} is not served yet."
-            )
+# How many contexts hold a sharded model's gradients back: they may be nested, and only the outermost lets go.
+_HELD: Final = "_nbstate_held_back"
 
 
 def wrap_model(
@@ -123,18 +108,27 @@ def extract_model_from_parallel(
     return compiled
 
 
+def _hold_back(sharded: Any, more: int) -> None:
+    """One context more, or fewer, that holds a sharded model's gradients back."""
+    count = getattr(sharded, _HELD, 0) + more
+    setattr(sharded, _HELD, count)
+    if count <= 1:
+        sharded.set_requires_gradient_sync(count == 0)
+
+
 class Unsynchronised:
     """A context in which backward passes leave gradients on their own rank.
 
     Stands on the hot path of every accumulated step, so it is a class that touches one flag of DDP (what DDP's own
-    ``no_sync`` does) instead of a stack of generators.
+    ``no_sync`` does) instead of a stack of generators. A sharded model keeps whole gradients until it synchronises.
     """
 
-    __slots__ = ("_entered", "_flags", "_models")
+    __slots__ = ("_entered", "_flags", "_models", "_sharded")
 
     def __init__(self, models: tuple[Any, ...]) -> None:
         self._models = models
         self._flags: list[tuple[DistributedDataParallel, bool]] = []
+        self._sharded: list[Any] = []
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
@@ -144,6 +138,9 @@ class Unsynchronised:
             if isinstance(inner, DistributedDataParallel):
                 self._flags.append((inner, inner.require_backward_grad_sync))
                 inner.require_backward_grad_sync = False
+            elif is_sharded(inner):
+                _hold_back(inner, 1)
+                self._sharded.append(inner)
             elif hasattr(model, "no_sync"):
                 context = model.no_sync()
                 context.__enter__()
@@ -155,6 +152,8 @@ class Unsynchronised:
         for model, flag in self._flags:
             model.require_backward_grad_sync = flag
         self._flags.clear()
+        while self._sharded:
+            _hold_back(self._sharded.pop(), -1)
         while self._entered:
             self._entered.pop().__exit__(kind, error, trace)
 
@@ -162,13 +161,17 @@ class Unsynchronised:
 class trigger_sync:  # noqa: N801 - used as a function
     """A context in which the next backward synchronises gradients although its forward ran without."""
 
-    __slots__ = ("_model", "_saved")
+    __slots__ = ("_model", "_saved", "_sharded")
 
     def __init__(self, model: Any) -> None:
-        self._model = model if isinstance(model, DistributedDataParallel) else None
+        inner = model if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+        self._model = inner if isinstance(inner, DistributedDataParallel) else None
+        self._sharded: Any = inner if self._model is None and is_sharded(inner) else None
 
     def __enter__(self) -> None:
         model = self._model
+        if self._sharded is not None:
+            self._sharded.set_requires_gradient_sync(True)
         if model is None:
             return
         self._saved = model.require_backward_grad_sync, model.require_forward_param_sync
@@ -177,5 +180,7 @@ class trigger_sync:  # noqa: N801 - used as a function
         model.reducer.prepare_for_backward([])
 
     def __exit__(self, *_: object) -> None:
+        if self._sharded is not None and getattr(self._sharded, _HELD, None):
+            self._sharded.set_requires_gradient_sync(False)
         if self._model is not None:
             self._model.require_backward_grad_sync, self._model.require_forward_param_sync = self._saved

@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from nbstate.state import read_environment
+from nbstate.training.clipping import local
 from nbstate.training.containers import is_container, rebuild
+from nbstate.training.fp8 import check_fp8
 from nbstate.training.handlers import AutocastKwargs, GradScalerKwargs
 
 __all__ = [
@@ -22,13 +26,23 @@ __all__ = [
     "wrap_forward",
 ]
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# What is not done in 8 bits is done in bf16.
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-def check_precision(precision: str) -> None:
-    """Refuse what is not served yet."""
-    if precision == "fp8":
-        raise NotImplementedError("Accelerator(mixed_precision='fp8') is not served yet; use 'bf16', 'fp16' or 'no'.")
+def check_precision(precision: str | None, cpu: bool = False) -> None:
+    """Refuse a precision that cannot be had here, before any state is built.
+
+    Parameters
+    ----------
+    precision : str, optional
+        What is asked for; what the launch asked for if None.
+    cpu : bool
+        Whether the CPU is.
+    """
+    environment = read_environment()
+    if str(environment.mixed_precision if precision is None else precision).lower() == "fp8":
+        check_fp8(cpu or environment.use_cpu)
 
 
 def autocast(
@@ -57,6 +71,29 @@ class LossScaler(torch.amp.GradScaler):
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """The base class's work, which it cannot do where some gradients are cut over ranks and others whole.
+
+        What is not finite in one rank's part is finite in another's, and all must leave the step out: they agree.
+        """
+        held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        gradients = [gradient for gradient in held if gradient is not None]
+        if not any(hasattr(gradient, "placements") for gradient in gradients):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for part in map(local, gradients):
+            alike.setdefault((part.device, part.dtype), []).append(part)
+        device = found_inf.device
+        with torch.no_grad():
+            for (place, _), parts in alike.items():
+                found = found_inf.to(place)
+                torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inv_scale.to(place))
+                found_inf = torch.maximum(found_inf, found.to(device))
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return {device: found_inf}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale to how the step went; a new step begins for every optimizer."""

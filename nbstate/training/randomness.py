@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ import torch.distributed as dist
 from nbstate.errors import ArgumentValueError
 from nbstate.state import AcceleratorState, PartialState
 
-__all__ = ["agree_on_generator", "agree_on_seed", "set_seed", "synchronize_rng_states"]
+__all__ = [
+    "agree_on_generator",
+    "agree_on_seed",
+    "random_states",
+    "set_random_states",
+    "set_seed",
+    "synchronize_rng_states",
+]
 
 RNG_TYPES = ("torch", "cuda", "xpu", "npu", "mlu", "musa", "hpu", "generator")
 
@@ -85,3 +92,27 @@ def synchronize_rng_states(rng_types: Sequence[str | Any], generator: torch.Gene
         else:
             module = getattr(torch, kind)
             module.set_rng_state(_agreed_state(module.get_rng_state(), state))
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's, torch's and the device's generators, made of tensors and plain values only."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "get_rng_state"):
+        states[device.type] = module.get_rng_state().cpu()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Go on drawing where ``random_states`` was called."""
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type in states and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(states[device.type])

@@ -24,7 +24,7 @@ from nbstate.errors import ArgumentValueError
 from nbstate.state import PartialState
 from nbstate.training.randomness import agree_on_generator, agree_on_seed
 
-__all__ = ["AgreedSampler", "ShardedBatchSampler", "ShardedIterable", "SkipBatchSampler", "length_of"]
+__all__ = ["AgreedSampler", "ShardedBatchSampler", "ShardedIterable", "SkipBatchSampler", "inside", "length_of"]
 
 
 def length_of(sized: object) -> int | None:
@@ -45,34 +45,60 @@ class AgreedSampler(Sampler[int]):
     seed : int, optional
         Order by ``seed + epoch`` alone. Without it the main process's own randomness decides, in the very draws that
         the sampler would have made in a single process, so one process and many see the same order.
+    agree : bool
+        False: this rank alone draws, since no other reads the data.
+
+    Attributes
+    ----------
+    drawn : int or torch.Tensor or None
+        What the order of the last iteration follows from besides the epoch: the number that was drawn, or the state
+        of the sampler's own generator.
+    replay : int or torch.Tensor or None
+        Such a value, for the next iteration alone to follow instead of a new one.
     """
 
-    def __init__(self, sampler: Sampler[int], seed: int | None = None) -> None:
+    def __init__(self, sampler: Sampler[int], seed: int | None = None, agree: bool = True) -> None:
         self.sampler = sampler
         self.seed = seed
+        self.agree = agree
         self.epoch = 0
+        self.drawn: int | torch.Tensor | None = None
+        self.replay: int | torch.Tensor | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration belongs to."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        sampler: Any = copy.copy(self.sampler)
+        sampler.generator = self._generator()
+        return iter(sampler)
+
+    def own_state(self) -> torch.Tensor | None:
+        """State of the sampler's own generator, where it has one that matters."""
         own: torch.Generator | None = getattr(self.sampler, "generator", None)
-        state = PartialState()
+        return None if own is None or self.seed is not None else own.get_state()
+
+    def _generator(self) -> torch.Generator:
+        own: torch.Generator | None = getattr(self.sampler, "generator", None)
+        replay, self.replay = self.replay, None
         if self.seed is not None:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-        elif own is not None:
-            generator = own
-            agree_on_generator(generator, state)
+            return torch.Generator().manual_seed(self.seed + self.epoch)
+        if own is not None:
+            if isinstance(replay, torch.Tensor):
+                own.set_state(replay)
+            elif self.agree:
+                agree_on_generator(own, PartialState())
+            self.drawn = own.get_state()
+            return own
+        if isinstance(replay, int):
+            drawn = replay
         else:
             # Every rank draws, and all but the main one's draw is thrown away: streams that were equal stay equal.
             drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            generator = torch.Generator()
-            generator.manual_seed(agree_on_seed(drawn, state))
-        sampler: Any = copy.copy(self.sampler)
-        sampler.generator = generator
-        return iter(sampler)
+            drawn = agree_on_seed(drawn, PartialState()) if self.agree else drawn
+        self.drawn = drawn
+        return torch.Generator().manual_seed(drawn)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -92,6 +118,11 @@ class ShardedBatchSampler(BatchSampler):
         Split every batch instead of taking turns.
     even_batches : bool
         Fill up the last global batch.
+
+    Attributes
+    ----------
+    last_turn : tuple of int or None
+        Of batches of any size, where the last turn was filled up with whole ones: its real rows, and all of its rows.
 
     Examples
     --------
@@ -117,6 +148,7 @@ class ShardedBatchSampler(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.last_turn: tuple[int, int] | None = None
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ArgumentValueError(
                 f"split_batches needs a batch size that can be divided by the number of processes ({num_processes}); "
@@ -159,6 +191,7 @@ class ShardedBatchSampler(BatchSampler):
                 yield batch[mine]
 
     def _take_turns(self) -> Iterator[Any]:
+        self.last_turn = None
         first: list[Any] = []
         turn: list[Any] = []
         for batch in self.batch_sampler:
@@ -178,7 +211,9 @@ class ShardedBatchSampler(BatchSampler):
         if not self.even_batches:
             yield from turn[index : index + 1]
         elif self.batch_size is None:
-            yield fill_up(turn, first, self.num_processes)[index]
+            filled = fill_up(turn, first, self.num_processes)
+            self.last_turn = sum(map(_rows, turn)), sum(map(_rows, filled))
+            yield filled[index]
         else:
             size = self.batch_size
             real = list(itertools.chain.from_iterable(turn))
@@ -191,22 +226,48 @@ def fill_up(items: list[Any], filler: Iterable[Any], length: int) -> list[Any]:
     return [*items, *itertools.islice(itertools.cycle(filler), length - len(items))]
 
 
-def set_epoch(target: Any, epoch: int) -> None:
-    """Hand an epoch to a sampler or dataset, or to the first one inside it that wants to know."""
+def _rows(entry: Any) -> int:
+    """Samples in an entry of a batch sampler, which may be a single index."""
+    size = length_of(entry)
+    return 1 if size is None else size
+
+
+def inside(target: Any) -> Iterator[Any]:
+    """A loader or sampler, then the samplers inside it, outermost first."""
     while target is not None:
-        if callable(getattr(target, "set_epoch", None)):
-            target.set_epoch(epoch)
-            return
+        yield target
         inner = getattr(target, "batch_sampler", None)
         target = inner if inner is not None else getattr(target, "sampler", None)
 
 
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches, whose samples are not even loaded."""
+def set_epoch(target: Any, epoch: int) -> None:
+    """Hand an epoch to a sampler or dataset, or to the first one inside it that wants to know."""
+    for one in inside(target):
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)
+            return
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, whose samples are not even loaded.
+
+    Parameters
+    ----------
+    batch_sampler : iterable
+        Yields batches of indices.
+    skip_batches : int
+        How many to leave out.
+    keep : int
+        How many of these to yield all the same, at the beginning; ``len`` does not count them.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0, keep: int = 0) -> None:
+        if isinstance(batch_sampler, SkipBatchSampler):
+            skip_batches += batch_sampler.skip_batches
+            batch_sampler = batch_sampler.batch_sampler
+        self.batch_sampler: Any = batch_sampler
+        self.skip_batches: int = skip_batches
+        self.keep = min(keep, skip_batches)
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
 
@@ -220,7 +281,9 @@ class SkipBatchSampler(BatchSampler):
         set_epoch(self.batch_sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.batch_sampler), self.skip_batches, None)
+        batches = iter(self.batch_sampler)
+        yield from itertools.islice(batches, self.keep)
+        yield from itertools.islice(batches, self.skip_batches - self.keep, None)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nbstate.state import GradientState, PartialState
+from nbstate.state import GradientState
+from nbstate.training.layout import data_place
 
 __all__ = ["AcceleratedScheduler"]
 
@@ -39,7 +40,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
-        self._process = PartialState()
+        # Ranks that share their samples take one step together, as one process would.
+        self._paces = data_place().parts
 
     def __getattr__(self, name: str) -> Any:
         # Copying and unpickling ask before there is anything inside.
@@ -65,7 +67,7 @@ class AcceleratedScheduler:
             return
         # A metric seen N times would look like N epochs without improvement.
         once = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
-        for _ in range(1 if once else self._process.num_processes):
+        for _ in range(1 if once else self._paces):
             if self._is_over():
                 return
             self.scheduler.step(*args, **kwargs)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -27,18 +29,14 @@ from nbstate.training import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     extract_model_from_parallel,
+    fp8,
 )
 
 Ranks = Callable[..., list[Any]]
 
 UNSERVED = [
     "deepspeed_plugin",
-    "fsdp_plugin",
-    "torch_tp_plugin",
     "megatron_lm_plugin",
-    "log_with",
-    "project_dir",
-    "project_config",
     "dynamo_backend",
     "dynamo_plugin",
     "deepspeed_plugins",
@@ -71,9 +69,14 @@ def test_arguments_stand_in_the_order_users_know() -> None:
         ({"kwargs_handlers": [3]}, ArgumentTypeError, "not int"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ArgumentValueError, "more than one AutocastKwargs"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ArgumentValueError, "contradicts"),
-        ({"mixed_precision": "fp8"}, NotImplementedError, "fp8"),
-        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, NotImplementedError, "dp_shard_size.*FSDP"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size.*tensor parallelism"),
+        ({"mixed_precision": "fp8"}, ArgumentValueError, "fp8.*torchao"),
+        ({"mixed_precision": "FP8"}, ArgumentValueError, "fp8.*torchao"),
+        (
+            {"parallelism_config": ParallelismConfig(dp_shard_size=2)},
+            ArgumentValueError,
+            "dp_shard_size=2.*there are 1",
+        ),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ArgumentValueError, "tp_size=2.*there are 1"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_state_is_built(
@@ -84,9 +87,32 @@ def test_bad_arguments_are_refused_before_any_state_is_built(
     assert not AcceleratorState.is_initialized()
 
 
-def test_stateful_loaders_are_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="use_stateful_dataloader"):
-        DataLoaderConfiguration(use_stateful_dataloader=True)
+def test_8_bits_are_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", types.ModuleType("FakeTorchao"))
+    with pytest.raises(ArgumentValueError, match=r"capability 8\.9 or later .* computes on cpu"):
+        Accelerator(mixed_precision="fp8", cpu=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ArgumentValueError, match="computes on cpu"):
+        Accelerator()
+    assert not AcceleratorState.is_initialized()
+
+
+def test_which_layers_compute_in_8_bits() -> None:
+    sizes = [(16, 16), (16, 32), (32, 30), (30, 32), (32, 16), (16, 4)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes), torch.nn.LayerNorm(4))
+    chosen = fp8.suits(model)
+    assert [name for name, module in model.named_modules() if chosen(module, name)] == ["1", "4"]
+    assert not fp8.suits(torch.nn.Tanh())(torch.nn.Tanh(), "")
+
+
+def test_layers_are_handed_to_torchao_with_the_users_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, seen = types.ModuleType("FakeTorchao"), []
+    fake.convert_to_float8_training = lambda model, **options: seen.append((model, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao.float8", fake)
+    model = torch.nn.Linear(16, 16)
+    recipe = fp8.AORecipeKwargs(config="theirs", module_filter_func=lambda module, name: True)
+    fp8.convert(model, recipe)
+    assert seen == [(model, {"config": "theirs", "module_filter_fn": recipe.module_filter_func})]
 
 
 def test_another_precision_than_the_states_is_a_conflict() -> None:
@@ -165,6 +191,47 @@ def test_models_are_wrapped_where_there_are_ranks(in_ranks: Ranks) -> None:
             "rounded by the hook": 1.0,
             "distributed": (True, False, 2),
         }
+
+
+def hooked(hook: str, wrapper: str) -> float:
+    """A gradient of 1 and one of 1 + 2**-12, whose mean no half precision can hold."""
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(hook),
+        comm_wrapper=DDPCommunicationHookType(wrapper),
+        comm_state_option={"matrix_approximation_rank": 1, "start_powerSGD_iter": 2} if "sgd" in hook else {},
+    )
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    model = torch.nn.Linear(1, 1, bias=False)
+    ddp = accelerator.prepare(model)
+    accelerator.backward(ddp(torch.full((1, 1), 1.0 + 2.0**-12 * accelerator.process_index)).sum())
+    assert model.weight.grad is not None
+    return model.weight.grad.item()
+
+
+def test_hooks_send_gradients_in_another_form(each_in_ranks: Ranks) -> None:
+    exact, rounded = 1 + 2.0**-13, 1.0
+    expected = {
+        ("no", "no"): exact,
+        ("fp16", "no"): rounded,
+        ("power_sgd", "no"): exact,
+        ("batched_power_sgd", "no"): exact,
+        ("power_sgd", "fp16"): rounded,
+    }
+    for case, found in zip(expected, each_in_ranks(hooked, list(expected)), strict=True):
+        assert found == (expected[case],) * 2, case
+
+
+def test_a_wrapper_that_is_none_is_refused(in_ranks: Ranks) -> None:
+    for text in in_ranks(wrong_wrapper):
+        assert text == "comm_wrapper is NO, FP16 or BF16, not POWER_SGD."
+
+
+def wrong_wrapper() -> str:
+    try:
+        hooked("fp16", "power_sgd")
+    except ArgumentTypeError as error:
+        return str(error)
+    return "no error"
 
 
 def test_unwrapping_reaches_children_and_keeps_compiled_models_compiled() -> None:

@@ -127,6 +127,16 @@ def test_a_prepared_loader_is_a_loader_with_the_users_attributes(numbers: Loader
     assert len(copy.copy(loader)) == 2
 
 
+def test_a_loader_of_the_users_own_class_stays_one_where_it_need_not_be_shared_out() -> None:
+    class Twice(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (2 * batch for batch in super().__iter__())
+
+    loader = prepare_data_loader(Twice(torch.arange(4), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    assert [sorted(batch.tolist()) for batch in loader] == [[0, 2, 4, 6]]
+    assert loader.state_dict() == {"epoch": 1, "batches": 0, "order": None, "inner": None}
+
+
 def test_loaders_of_other_makes(numbers: Loaders) -> None:
     def parts(plain: DataLoader[Any]) -> list[list[Any]]:
         loaders = [prepare_data_loader(plain, num_processes=2, process_index=index) for index in range(2)]

@@ -105,20 +105,111 @@ def test_padding_makes_tensors_gatherable(in_ranks: Ranks) -> None:
     assert second == ([[1, 1], [1, 1]], [[1, 1], [1, 1]], [[1, 1], [1, 1]], [[1, 1], [1, 1]], gathered)
 
 
-def mismatch() -> str:
-    state = PartialState()
-    try:
-        gather({"x": torch.ones(2 + state.process_index), "y": torch.ones(1)})
-    except StructureError as error:
-        return str(error)
-    return "no error"
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 
 
-def test_debug_names_the_shapes_of_every_rank(in_ranks: Ranks) -> None:
-    for text in in_ranks(mismatch, env={"ACCELERATE_DEBUG_MODE": "true"}):
-        assert "gather" in text
-        assert "rank 0: ['x'] (2,) torch.float32, ['y'] (1,) torch.float32" in text
-        assert "rank 1: ['x'] (3,) torch.float32" in text
+def every_dtype(n: int) -> dict[str, Any]:
+    rank = PartialState().process_index
+    values = {str(dtype): torch.full((n, 2), rank + 1).to(dtype) for dtype in DTYPES}
+    values["nothing"] = torch.empty(0, 3)
+    gathered, summed = gather(values), reduce(values, "sum")
+    sent = broadcast({name: value.clone() for name, value in values.items()}, from_process=1)
+    return {
+        name: (
+            gathered[name].tolist(),
+            summed[name].tolist(),
+            sent[name].tolist(),
+            gathered[name].dtype,
+            summed[name].dtype,
+        )
+        for name in values
+    }
+
+
+@pytest.mark.parametrize("n", [1, 1500])
+def test_every_dtype_travels_whole_in_one_message_or_in_several(in_ranks: Ranks, n: int) -> None:
+    for found in in_ranks(every_dtype, n):
+        for dtype in DTYPES:
+            one, two, three = (torch.full((n, 2), value).to(dtype).tolist() for value in (1, 2, 3))
+            if dtype is torch.bool:
+                three = one
+            assert found[str(dtype)] == (one + two, three, two, dtype, dtype), dtype
+        assert found["nothing"] == ([], [], [], torch.float32, torch.float32)
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        raise ValueError("stays here")
+
+
+def mismatches() -> dict[str, str]:
+    """What each rank is told when they bring different things; none of it may hang or end the process."""
+    rank = PartialState().process_index
+    one, other = torch.ones(2), torch.ones(3)
+    cases: dict[str, Callable[[], Any]] = {
+        "shape": lambda: gather({"x": torch.ones(2 + rank), "y": one}),
+        "large": lambda: gather(torch.ones(2000 + rank)),
+        "dtype": lambda: gather(one if rank else one.double()),
+        "number": lambda: gather([one] * (1 + rank)),
+        "nothing": lambda: gather([one] if rank else []),
+        "type": lambda: gather([one, "text" if rank else one]),
+        "reduce": lambda: reduce(other if rank else one),
+        "broadcast": lambda: broadcast((other if rank else one,)),
+        "padding": lambda: pad_across_processes(one if rank else one[None]),
+        "operation": lambda: gather(one) if rank else reduce(one),
+        "object": lambda: gather_object([Unsendable() if rank else 1]),
+        "object against tensor": lambda: gather_object([1]) if rank else gather(one),
+    }
+    told = {}
+    for name, case in cases.items():
+        try:
+            told[name] = str(case())
+        except StructureError as error:
+            told[name] = str(error)
+    # All are still in step.
+    told["after"] = str(gather(torch.tensor(rank)).tolist())
+    return told
+
+
+def test_ranks_that_bring_different_things_are_all_told(in_ranks: Ranks) -> None:
+    expected = {
+        "shape": ["rank 0: ['x'] (2,) torch.float32, ['y'] (2,)", "rank 1: ['x'] (3,) torch.float32"],
+        "large": ["rank 0: (2000,)", "rank 1: (2001,)"],
+        "dtype": ["rank 0: (2,) torch.float64", "rank 1: (2,) torch.float32"],
+        "number": ["rank 0: [0] (2,) torch.float32\n", "rank 1: [0] (2,) torch.float32, [1] (2,)"],
+        "nothing": ["rank 0: nothing", "rank 1: [0] (2,)"],
+        "type": ["rank 1: [0] (2,) torch.float32, [1] str"],
+        "reduce": ["Ranks called reduce", "rank 0: (2,)", "rank 1: (3,)"],
+        "broadcast": ["Ranks called broadcast", "rank 0: [0] (2,)", "rank 1: [0] (3,)"],
+        "padding": ["Ranks called pad_across_processes", "rank 0: 2 torch.float32", "rank 1: 1 torch.float32"],
+        "operation": ["rank 0: reduce of (2,)", "rank 1: gather of (2,)"],
+        "object": ["what rank 1 gave cannot be pickled"],
+        "object against tensor": ["rank 0: gather of (2,)", "rank 1: gather_object of objects"],
+        "after": ["[0, 1]"],
+    }
+    for told in in_ranks(mismatches):
+        assert list(told) == list(expected)
+        for name, parts in expected.items():
+            for part in parts:
+                assert part in told[name], name
+
+
+def lists_of_any_length() -> list[Any]:
+    rank = PartialState().process_index
+    return broadcast_object_list([rank] * (1 + rank), from_process=1)
+
+
+def test_a_broadcast_list_is_the_senders(in_ranks: Ranks) -> None:
+    assert in_ranks(lists_of_any_length) == [[1, 1], [1, 1]]
+
+
+def big_objects() -> list[int]:
+    rank = PartialState().process_index
+    return [len(text) for text in gather_object(["x" * (10 + 100_000 * rank)])]
+
+
+def test_objects_of_any_size_are_gathered(in_ranks: Ranks) -> None:
+    assert in_ranks(big_objects) == [[10, 100_010]] * 2
 
 
 def test_alone_a_world_of_one() -> None:
