@@ -134,6 +134,9 @@ def hang(start_method: str, phase: str, folder: Path) -> Launch:
     args = arguments(start_method, "hang", phase, str(folder))
     launched: Launch = launch(victim, args, start_method=start_method, timeout=IT_HUNG, block=False)
     wait_for_strikes(folder)
+    if phase == "tear-down":
+        ranks = launched._supervisor.ranks
+        wait_until(lambda: all(state.message is not None for state in ranks), "every result has arrived")
     launched._supervisor._deadline = time.monotonic()
     return launched
 
