@@ -335,7 +335,7 @@ def _memory(frame: Frame, i: int, _: float | None) -> str:
     text, share = frame["ranks"]["memory"][i], frame["ranks"]["memory_share"][i]
     if not text:
         return ""
-    looks = "width:44px;height:8px;margin-right:7px;vertical-align:middle"
+    looks = "width:30px;height:8px;margin-right:6px;vertical-align:middle"
     return ("" if share is None else _bar(share, _BLUE, looks)) + f"<small>{escape(text)}</small>"
 
 

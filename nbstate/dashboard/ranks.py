@@ -266,10 +266,15 @@ def _barrier_is_newest(snapshot: RankSnapshot) -> bool:
     return bool(snapshot.barrier) and snapshot.barrier_entered >= snapshot.collective_entered
 
 
+_AT_ONCE: Final = 100_000_000  # ns between the board's word on an operation and torch's
+
+
 def _native_is_newest(snapshot: RankSnapshot) -> bool:
     """Whether the rank is in an operation of torch's own, such as DDP's, which no call of the user's stands for."""
     if not snapshot.native_name or snapshot.in_collective or snapshot.in_barrier:
         return False
+    if snapshot.heartbeat > snapshot.native_since + _AT_ONCE:
+        return False  # the rank has gone on since, and torch was not asked again
     return snapshot.native_since > max(snapshot.collective_entered, snapshot.barrier_entered)
 
 

@@ -105,7 +105,7 @@ def doing(snapshot: RankSnapshot, world: World) -> str:
     if seen.process == "sleeping" and snapshot.phase is Phase.RUNNING:
         return f"asleep in step {snapshot.step}" if snapshot.step else "asleep"
     if snapshot.phase is Phase.LOADER:
-        return "waiting for its data loader"
+        return "waiting for the data loader"
     if snapshot.step:
         return f"in step {snapshot.step}"
     return "running"

@@ -239,8 +239,8 @@ class Saving(Exchange):
     ) -> str:
         """Go on from a checkpoint that ``save_state`` made.
 
-        Everything is read before anything is changed. Where in its epoch a loader was is not repeated by itself: go on
-        there with ``skip_first_batches``; its shuffle is the one of the interrupted epoch.
+        Everything is read before anything is changed. The next iteration over a loader gives the rest of the epoch
+        that was interrupted, in the same shuffle; ``skip_first_batches`` counts from that epoch's beginning.
 
         Parameters
         ----------

@@ -359,6 +359,7 @@ class TestRanks:
         board = stage(3).running()
         for rank in range(3):
             board.rank(rank, collective=9, collective_entered=40 * SECOND, collective_left=41 * SECOND)
+            board.rank(rank, heartbeat=41 * SECOND)
         snapshots = [
             replace(s, native_name="all_reduce", native_shape="9 float32", native_since=since * SECOND)
             for s, since in zip(board.board.snapshot(), (45, 39, 45), strict=True)
@@ -368,6 +369,14 @@ class TestRanks:
         assert ranks["last_number"] == [0, 9, 0]
         assert ranks["last_since"] == [35.0, None, None]
         assert ranks["last_what"] == ["torch's own · 9 float32", "", "torch's own · 9 float32"]
+
+    def test_an_operation_of_torchs_own_that_the_rank_has_left_is_not(self, stage: Make) -> None:
+        board = stage(1).running()
+        board.rank(0, barrier=2, barrier_entered=40 * SECOND, barrier_left=43 * SECOND, heartbeat=43 * SECOND)
+        [snapshot] = board.board.snapshot()
+        stale = replace(snapshot, native_name="barrier", native_since=40 * SECOND + 1000)
+        ranks = frame_of(board, snapshots=[stale])["ranks"]
+        assert (ranks["last_number"], ranks["last_what"]) == ([2], [""])
 
     def test_handles_that_nobody_has_waited_for(self, stage: Make) -> None:
         board = stage(2).running()

@@ -107,7 +107,7 @@ def test_late_ranks_are_told_apart(board):
     assert verdict.ranks == (0, 2, 3)
     assert verdict.sentence == (
         "ranks 0, 2 and 3 are 2.0 s late for barrier #7 (In[5], line 14); "
-        "rank 0 is waiting for its data loader, rank 2 is in recv (In[5], line 9), rank 3 is running"
+        "rank 0 is waiting for the data loader, rank 2 is in recv (In[5], line 9), rank 3 is running"
     )
 
 
@@ -606,7 +606,9 @@ def test_a_slow_but_healthy_run_is_never_accused(run, data):
     if verdict.kind == "late":
         reached = {s.rank: s.barrier + s.collective for s in snapshots}
         waiting = [s for s in snapshots if s.phase in (Phase.BARRIER, Phase.COLLECTIVE)]
-        assert set(verdict.ranks) == {rank for rank in reached if reached[rank] < max(reached.values())}
+        behind = {rank for rank in reached if reached[rank] < max(reached.values())}
+        # One that is behind and waits itself may be named with those it waits for, or left out.
+        assert behind - {s.rank for s in waiting} <= set(verdict.ranks) <= behind, verdict
         assert any(now - max(s.barrier_entered, s.collective_entered) >= SECOND // 2 for s in waiting)
 
 

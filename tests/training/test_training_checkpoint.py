@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import signal
@@ -18,9 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nbstate.errors import ArgumentTypeError, ArgumentValueError, CheckpointError, RankError
+from nbstate.errors import RankError
 from nbstate.training import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed, storage
-from nbstate.training.weights import parse_size, read_weights
 
 Ranks = Callable[..., list[Any]]
 
@@ -123,7 +120,8 @@ def resume_in_every_way(folder: str, save_at: int, half: str) -> list[Any]:
     for number, way in enumerate(WAYS):
         place = f"{folder}/{number}"
         if half == "first":
-            results.append((run(place + "-whole", None, None, False, way), run(place, save_at, save_at + 2, False, way)))
+            whole = run(f"{place}-whole", None, None, False, way)
+            results.append((whole, run(place, save_at, save_at + 2, False, way)))
         else:
             results.append(run(place, None, None, True, way))
     return results
@@ -140,7 +138,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(in_ranks: Ranks, tmp_
             assert not torch.equal(stopped[0], whole[0]), way
             assert torch.equal(resumed[0], whole[0]), way
             assert resumed[1] == whole[1], way
-    assert torch.equal(second[0][0][0][:-1], second[1][0][0][:-1]) or True
 
 
 def values(model: torch.nn.Module) -> set[float]:

@@ -1,7 +1,7 @@
 """The example scripts of accelerate's documentation, written anew on digits: only the import differs.
 
-Each function below is one script. It gets the names that it would import, from one library or the other, and returns the
-trained weights and what it measured. Both libraries run it on the same two ranks, and must agree.
+Each function below is one script. It gets the names that it would import, from one library or the other, and returns
+the trained weights and what it measured. Both libraries run it on the same two ranks, and must agree.
 """
 
 from __future__ import annotations
