@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from nbstate.launch.environ import copy_environ
 from nbstate.launch.plan import Fd, RankPlan
 from nbstate.launch.preflight import Choice
 from nbstate.launch.spec import LaunchSpec
@@ -80,7 +81,7 @@ def plan_again(plans: Sequence[RankPlan], port: int, listener: Fd, board: Fd, at
 
 
 def _environment(spec: LaunchSpec, launch_id: str, port: int, rank: int) -> dict[str, str]:
-    environment = {**_copy_environ(), **spec.env}
+    environment = {**copy_environ(), **spec.env}
     environment.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -102,12 +103,3 @@ def _environment(spec: LaunchSpec, launch_id: str, port: int, rank: int) -> dict
         # gloo would resolve the machine's name and listen there; ranks of one machine need loopback only
         environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return environment
-
-
-def _copy_environ() -> dict[str, str]:
-    """A copy of the environment, also while another thread changes it."""
-    while True:
-        try:
-            return dict(os.environ)
-        except (RuntimeError, KeyError):
-            continue

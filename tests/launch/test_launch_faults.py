@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nbstate import LaunchError, RankError, ShippingError, last_launch, notebook_launcher
+from nbstate.launch import environ
 from nbstate.launch.engines import LocalEngine
 
 
@@ -128,9 +131,9 @@ def test_a_rank_that_cannot_be_started_takes_those_before_it_along(monkeypatch: 
     assert len(started) == 2
 
 
-@pytest.mark.parametrize(("start_method", "launches"), [("forkserver", 20), ("spawn", 1)])
-def test_environment_changes_all_the_time_while_launches_start(start_method: str, launches: int) -> None:
-    """Case C42; a fork is refused beside such a thread."""
+@contextlib.contextmanager
+def changing_environment() -> Iterator[None]:
+    """A thread that does nothing but set and delete variables."""
     stop = threading.Event()
 
     def change() -> None:
@@ -143,13 +146,28 @@ def test_environment_changes_all_the_time_while_launches_start(start_method: str
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        for _ in range(launches):
-            assert notebook_launcher(int, num_processes=2, start_method=start_method) == [0, 0]
+        yield
     finally:
         stop.set()
         thread.join()
         for name in [name for name in os.environ if name.startswith("CHANGES_")]:
             del os.environ[name]
+
+
+@pytest.mark.parametrize(("start_method", "launches"), [("forkserver", 20), ("spawn", 3)])
+def test_environment_changes_all_the_time_while_launches_start(start_method: str, launches: int) -> None:
+    """Case C42; a fork is refused beside such a thread."""
+    with changing_environment():
+        for _ in range(launches):
+            assert notebook_launcher(int, num_processes=2, start_method=start_method) == [0, 0]
+
+
+def test_a_process_starts_while_a_thread_changes_the_environment() -> None:
+    """Case C42, at its cause: one in five ended at once before."""
+    with changing_environment():
+        started = [environ.spawn("/bin/true", ["true"], []) for _ in range(50)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+    assert codes == [0] * 50
 
 
 def test_the_last_launch_can_be_looked_at_after_its_end() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from nbstate.errors import LaunchError
+from nbstate.launch import environ
 from nbstate.launch.rundir import RunDirectory
 
 __all__ = ["fate", "is_ready", "server_pid", "starting", "warm_forkserver", "without_tracker"]
@@ -145,10 +146,10 @@ def _start() -> None:
     directory = RunDirectory()
     path = os.path.join(directory.path, "socket")
     said, say = os.pipe()
-    address, spawn = connection.arbitrary_address, util.spawnv_passfds
+    address, start = connection.arbitrary_address, util.spawnv_passfds
 
     def spawn_with_pipe(exe: str, args: list[str], fds: list[int]) -> Any:
-        return spawn(exe, [*args, str(say)], [*fds, say])  # preload finds its number in sys.argv
+        return environ.spawn(exe, [*args, str(say)], [*fds, say])  # preload finds its number in sys.argv
 
     connection.arbitrary_address, util.spawnv_passfds = lambda family: path, spawn_with_pipe
     # The server, and through it every rank, inherits this mask: no interrupt before a rank is ready for one.
@@ -162,7 +163,7 @@ def _start() -> None:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        connection.arbitrary_address, util.spawnv_passfds = address, spawn
+        connection.arbitrary_address, util.spawnv_passfds = address, start
         os.close(say)
     os.set_blocking(said, False)
     _ready[server_pid()] = said

@@ -16,7 +16,7 @@ import multiprocess
 import multiprocess.util
 
 from nbstate.errors import LaunchError
-from nbstate.launch import bootstrap
+from nbstate.launch import bootstrap, environ
 from nbstate.launch.engines import forkserver
 from nbstate.launch.engines.base import RankHandle
 from nbstate.launch.engines.forkserver import warm_forkserver
@@ -190,12 +190,14 @@ def _lean_start(start_method: str) -> Iterator[None]:
     opens a socket for this one; the launcher has flushed once, on the thread of the cell.
 
     And it would replace a fork server that has just ended, on this thread, whose end would be the new one's.
+
+    And a spawned rank would find an environment in pieces where a thread of the kernel changes it (see ``environ``).
     """
     from multiprocess import spawn, util
     from multiprocess.forkserver import _forkserver
 
     with forkserver.starting:
-        prepare, flush = spawn.get_preparation_data, util._flush_std_streams
+        prepare, flush, start = spawn.get_preparation_data, util._flush_std_streams, util.spawnv_passfds
 
         def lean(name: str) -> dict[str, Any]:
             # path and directory are in the plan, too; but a spawned rank needs the path to find the plan's class
@@ -203,9 +205,11 @@ def _lean_start(start_method: str) -> Iterator[None]:
             return {key: value for key, value in prepare(name).items() if key not in left_out}
 
         spawn.get_preparation_data, util._flush_std_streams = lean, lambda: None
+        util.spawnv_passfds = environ.spawn
         _forkserver.ensure_running = lambda: None
         try:
             yield
         finally:
             spawn.get_preparation_data, util._flush_std_streams = prepare, flush
+            util.spawnv_passfds = start
             del _forkserver.ensure_running
